@@ -1,0 +1,497 @@
+"""What a checkpoint says about itself: one frozen description for every spelling in use.
+
+`ModelConfig` describes the network (config.json), `GenerationConfig` how to decode with it
+(generation_config.json). Both read plain dictionaries, accept integers where floats are meant, and
+name what is wrong. Keys keep the checkpoint's own spelling here and nowhere else.
+
+Not here: files (`checkpoint.py`), tensors (`tensors.py`), quantization (`quantization.py`).
+Source: transformers 5.24, `models/diffusion_gemma/configuration_diffusion_gemma.py` and
+`generation_diffusion_gemma.py`; defaults are theirs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar, cast
+
+from dgemma.errors import ConfigError, DgemmaWarning
+
+LayerKind = Literal["sliding_attention", "full_attention"]
+SLIDING: LayerKind = "sliding_attention"
+FULL: LayerKind = "full_attention"
+
+MODEL_TYPE = "diffusion_gemma"
+SLIDING_PATTERN = 6
+"""Without `layer_types`, every sixth layer is a full one."""
+
+_DEFAULT_ROPE: dict[LayerKind, dict[str, Any]] = {
+    SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+    FULL: {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+}
+
+# Keys other tools write and the forward pass does not need; anything else unknown is warned about.
+_IGNORED_KEYS = frozenset(
+    """_name_or_path architectures attention_dropout attention_k_eq_v auto_map bad_words_ids
+    chunk_size_feed_forward dtype enable_moe_block expert_intermediate_size id2label
+    initializer_range is_encoder_decoder label2id model_type output_attentions
+    output_hidden_states problem_type return_dict text_config tie_encoder_decoder torch_dtype
+    transformers_version use_cache vision_config vision_soft_tokens_per_image video_token_id
+    generation_config quantization quantization_config audio_config audio_token_id boa_token_id
+    eoa_token_id eoa_token_index hidden_size_per_layer_input vocab_size_per_layer_input
+    num_kv_shared_layers use_double_wide_mlp experts_implementation""".split()
+)
+_IGNORED_GENERATION_KEYS = frozenset(
+    """_from_model_config bos_token_id cache_config cache_implementation disable_compile do_sample
+    max_length max_new_tokens pad_token_id return_dict_in_generate top_k top_p temperature
+    transformers_version""".split()
+)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rope:
+    """Rotary position embedding of one layer kind, split-half.
+
+    Lanes `i` and `i + head_dim / 2` form pair `i`. The first `rotated_pairs` pairs turn by
+    `position * theta ** (-2 i / head_dim)`; the rest stand still (frequency 0).
+    """
+
+    theta: float
+    rotated_pairs: int
+
+    def inverse_frequencies(self, head_dim: int) -> list[float]:
+        """Frequencies of all `head_dim / 2` pairs; the exponent's denominator is `head_dim`."""
+        return [
+            self.theta ** (-2.0 * i / head_dim) if i < self.rotated_pairs else 0.0
+            for i in range(head_dim // 2)
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerConfig:
+    """Geometry of one layer. Full layers have no `v_proj`: V comes from the raw `k_proj` output."""
+
+    kind: LayerKind
+    head_dim: int
+    num_key_value_heads: int
+    rope: Rope
+
+    @property
+    def is_sliding(self) -> bool:
+        return self.kind == SLIDING
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The network of a checkpoint, whichever way its config.json spells it."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    layers: tuple[LayerConfig, ...]
+    num_experts: int
+    top_k_experts: int
+    moe_intermediate_size: int
+    sliding_window: int
+    canvas_length: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    final_logit_softcapping: float
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    image_token_id: int | None = None
+    boi_token_id: int | None = None
+    eoi_token_id: int | None = None
+    bidirectional_images: bool = False
+    """Image-token blocks of the prompt see each other both ways (`use_bidirectional_attention`)."""
+    vision: Mapping[str, Any] | None = None
+    """The vision tower's own configuration, as stored."""
+
+    def __post_init__(self) -> None:
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_attention_heads",
+            "num_experts",
+            "top_k_experts",
+            "moe_intermediate_size",
+            "canvas_length",
+            "max_position_embeddings",
+        ):
+            _require(getattr(self, name) > 0, name, getattr(self, name), "a positive integer")
+        _require(self.sliding_window >= 2, "sliding_window", self.sliding_window, "at least 2")
+        _require(self.rms_norm_eps > 0, "rms_norm_eps", self.rms_norm_eps, "above 0")
+        _require(
+            self.final_logit_softcapping > 0,
+            "final_logit_softcapping",
+            self.final_logit_softcapping,
+            "above 0",
+        )
+        _require(
+            self.top_k_experts <= self.num_experts,
+            "top_k_experts",
+            self.top_k_experts,
+            f"at most num_experts ({self.num_experts})",
+        )
+        if not self.layers:
+            raise ConfigError("num_hidden_layers is 0, but a model needs at least one layer")
+        for index, layer in enumerate(self.layers):
+            _require(
+                layer.head_dim > 0 and layer.head_dim % 2 == 0,
+                f"head_dim of layer {index}",
+                layer.head_dim,
+                "a positive even number",
+            )
+            _require(
+                layer.num_key_value_heads > 0
+                and self.num_attention_heads % layer.num_key_value_heads == 0,
+                f"num_key_value_heads of layer {index}",
+                layer.num_key_value_heads,
+                f"a divisor of num_attention_heads ({self.num_attention_heads})",
+            )
+
+    @property
+    def num_hidden_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def has_vision(self) -> bool:
+        return self.vision is not None
+
+    def check_tokens(self, tokens: Iterable[int], what: str) -> None:
+        """Raises `ConfigError` when an id lies outside the vocabulary."""
+        for token in tokens:
+            if not 0 <= token < self.vocab_size:
+                raise ConfigError(
+                    f"{what} holds token id {token}, outside the vocabulary of {self.vocab_size}"
+                )
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> ModelConfig:
+        """Reads the dictionary of a config.json.
+
+        Raises `ConfigError` naming the key for anything that cannot be right; warns once, with
+        `DgemmaWarning`, about keys it does not know.
+        """
+        _check_model_type(raw)
+        top = _Reader(raw, "config.json")
+        text_raw = raw.get("text_config")
+        if not isinstance(text_raw, Mapping):
+            raise ConfigError("config.json has no text_config; it must hold the language model's")
+        text = _Reader(cast(Mapping[str, Any], text_raw), "text_config")
+        _reject_unsupported(top, text)
+        layers = _read_layers(text)
+        vision = raw.get("vision_config")
+        config = cls(
+            vocab_size=text.integer("vocab_size", 262_144),
+            hidden_size=text.integer("hidden_size", 2304),
+            intermediate_size=text.integer("intermediate_size", 9216),
+            num_attention_heads=text.integer("num_attention_heads", 8),
+            layers=layers,
+            num_experts=text.required_integer("num_experts"),
+            top_k_experts=text.required_integer("top_k_experts"),
+            moe_intermediate_size=text.required_integer("moe_intermediate_size"),
+            sliding_window=text.integer("sliding_window", 512),
+            canvas_length=top.integer("canvas_length", 256),
+            max_position_embeddings=text.integer("max_position_embeddings", 131_072),
+            rms_norm_eps=text.number("rms_norm_eps", 1e-6),
+            final_logit_softcapping=text.number("final_logit_softcapping", 30.0),
+            pad_token_id=top.optional_integer("pad_token_id", text.optional_integer("pad_token_id")),
+            bos_token_id=top.optional_integer("bos_token_id", text.optional_integer("bos_token_id")),
+            eos_token_ids=_union(text.token_ids("eos_token_id"), top.token_ids("eos_token_id")),
+            image_token_id=top.optional_integer("image_token_id"),
+            boi_token_id=top.optional_integer("boi_token_id"),
+            eoi_token_id=top.optional_integer("eoi_token_id"),
+            bidirectional_images=text.value("use_bidirectional_attention") == "vision",
+            vision=cast("Mapping[str, Any] | None", vision),
+        )
+        _warn_unknown([*top.unknown(_IGNORED_KEYS), *text.unknown(_IGNORED_KEYS)], "config.json")
+        return config
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationConfig:
+    """How to decode: the sampler's numbers, checked.
+
+    `t_max` is the temperature of the first step and `t_min` the value the schedule tends to;
+    entropies and bounds are in nats. Unlike the reference, integers are accepted where floats are
+    meant and `t_max == t_min` is allowed; `max_new_tokens` of the file is not read, because the
+    release caps it at one canvas.
+    """
+
+    max_denoising_steps: int = 48
+    t_max: float = 0.8
+    t_min: float = 0.4
+    entropy_bound: float = 0.1
+    stability_threshold: int = 1
+    confidence_threshold: float = 0.005
+    eos_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        _require(
+            self.max_denoising_steps >= 1,
+            "max_denoising_steps",
+            self.max_denoising_steps,
+            "at least 1",
+        )
+        _require(self.t_min >= 0, "t_min", self.t_min, "at least 0")
+        _require(self.t_max >= self.t_min, "t_max", self.t_max, f"at least t_min ({self.t_min})")
+        _require(self.entropy_bound > 0, "entropy_bound", self.entropy_bound, "above 0 (nats)")
+        _require(
+            self.stability_threshold >= 0,
+            "stability_threshold",
+            self.stability_threshold,
+            "at least 0 (steps)",
+        )
+        _require(
+            self.confidence_threshold > 0,
+            "confidence_threshold",
+            self.confidence_threshold,
+            "above 0 (nats)",
+        )
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any] | None) -> GenerationConfig:
+        """Reads a generation_config.json; absent files, absent keys and nulls take the defaults."""
+        reader = _Reader(raw or {}, "generation_config.json")
+        sampler_raw = reader.value("sampler_config")
+        if sampler_raw is not None and not isinstance(sampler_raw, Mapping):
+            raise ConfigError(f"sampler_config is {sampler_raw!r}, but must be an object")
+        sampler = _Reader(cast(Mapping[str, Any], sampler_raw or {}), "sampler_config")
+        class_name = sampler.value("_cls_name")
+        if class_name not in (None, "EntropyBoundSamplerConfig"):
+            raise ConfigError(
+                f"sampler_config names {class_name!r}; only EntropyBoundSamplerConfig is known"
+            )
+        config = cls(
+            max_denoising_steps=reader.integer("max_denoising_steps", cls.max_denoising_steps),
+            t_max=reader.number("t_max", cls.t_max),
+            t_min=reader.number("t_min", cls.t_min),
+            entropy_bound=sampler.number("entropy_bound", cls.entropy_bound),
+            stability_threshold=reader.integer("stability_threshold", cls.stability_threshold),
+            confidence_threshold=reader.number("confidence_threshold", cls.confidence_threshold),
+            eos_token_ids=reader.token_ids("eos_token_id"),
+        )
+        _warn_unknown(
+            [*reader.unknown(_IGNORED_GENERATION_KEYS), *sampler.unknown(frozenset())],
+            "generation_config.json",
+        )
+        return config
+
+    def override(self, **changes: Any) -> GenerationConfig:
+        """A copy with the changes that are not None, checked again."""
+        given = {name: value for name, value in changes.items() if value is not None}
+        for name, value in given.items():
+            kind = type(getattr(self, name))
+            if kind is float:
+                given[name] = _number(value, name)
+            elif kind is int:
+                given[name] = _integer(value, name)
+        return dataclasses.replace(self, **given)
+
+
+class _Reader:
+    """Typed access to one JSON object that remembers which keys were asked for."""
+
+    def __init__(self, raw: Mapping[str, Any], where: str) -> None:
+        self.raw = raw
+        self.where = where
+        self.asked: set[str] = set()
+
+    def value(self, key: str) -> Any:
+        self.asked.add(key)
+        return self.raw.get(key)
+
+    def integer(self, key: str, default: int) -> int:
+        value = self.value(key)
+        return default if value is None else _integer(value, f"{self.where}.{key}")
+
+    def required_integer(self, key: str) -> int:
+        value = self.value(key)
+        if value is None:
+            raise ConfigError(f"{self.where} lacks {key}; every DiffusionGemma layer has experts")
+        return _integer(value, f"{self.where}.{key}")
+
+    def optional_integer(self, key: str, default: int | None = None) -> int | None:
+        value = self.value(key)
+        return default if value is None else _integer(value, f"{self.where}.{key}")
+
+    def number(self, key: str, default: float) -> float:
+        value = self.value(key)
+        return default if value is None else _number(value, f"{self.where}.{key}")
+
+    def token_ids(self, key: str) -> tuple[int, ...]:
+        """An id, a list of ids, or nothing."""
+        value = self.value(key)
+        if value is None:
+            return ()
+        items = cast("list[Any]", value) if isinstance(value, list) else [value]
+        return tuple(_integer(item, f"{self.where}.{key}") for item in items)
+
+    def unknown(self, ignored: frozenset[str]) -> list[str]:
+        return [key for key in self.raw if key not in self.asked and key not in ignored]
+
+
+def _read_layers(text: _Reader) -> tuple[LayerConfig, ...]:
+    """The per-layer geometry, from `per_layer_config` or from `global_head_dim` and its kin."""
+    kinds = _read_layer_kinds(text)
+    head_dim = text.integer("head_dim", 256)
+    kv_heads = text.integer("num_key_value_heads", 4)
+    global_head_dim = text.integer("global_head_dim", 512)
+    global_kv_heads = text.integer("num_global_key_value_heads", kv_heads)
+    overrides = text.value("per_layer_config")
+    if overrides is not None and not isinstance(overrides, Mapping):
+        raise ConfigError("text_config.per_layer_config must map layer numbers to objects")
+    ropes = _read_ropes(text)
+    layers: list[LayerConfig] = []
+    for index, kind in enumerate(kinds):
+        dim, heads = head_dim, kv_heads
+        if overrides is None:
+            if kind == FULL:
+                dim, heads = global_head_dim, global_kv_heads
+        else:
+            table = cast(Mapping[str, Any], overrides)
+            entry = table.get(str(index), cast(Any, table).get(index)) or table.get(kind) or {}
+            reader = _Reader(cast(Mapping[str, Any], entry), f"per_layer_config[{index}]")
+            dim = reader.integer("head_dim", dim)
+            heads = reader.integer("num_key_value_heads", heads)
+        layers.append(
+            LayerConfig(
+                kind=kind, head_dim=dim, num_key_value_heads=heads, rope=_rope(ropes[kind], dim)
+            )
+        )
+    return tuple(layers)
+
+
+def _read_layer_kinds(text: _Reader) -> list[LayerKind]:
+    count = text.integer("num_hidden_layers", 30)
+    raw = text.value("layer_types")
+    if raw is None:
+        kinds: list[Any] = [FULL if (i + 1) % SLIDING_PATTERN == 0 else SLIDING for i in range(count)]
+    else:
+        kinds = list(raw)
+    if len(kinds) != count:
+        raise ConfigError(f"layer_types names {len(kinds)} layers, num_hidden_layers says {count}")
+    for index, kind in enumerate(kinds):
+        if kind not in (SLIDING, FULL):
+            raise ConfigError(f"layer_types[{index}] is {kind!r}; known are {SLIDING} and {FULL}")
+    if kinds and kinds[-1] != FULL:
+        if raw is not None:
+            warnings.warn(
+                f"the last layer is declared {kinds[-1]}; the model's last layer is always "
+                f"{FULL}, so it is read as that",
+                DgemmaWarning,
+                stacklevel=2,
+            )
+        kinds[-1] = FULL
+    return kinds
+
+
+def _read_ropes(text: _Reader) -> dict[LayerKind, Mapping[str, Any]]:
+    raw = text.value("rope_parameters")
+    if raw is None:
+        return {kind: value for kind, value in _DEFAULT_ROPE.items()}
+    if not isinstance(raw, Mapping):
+        raise ConfigError(f"rope_parameters is {raw!r}, but must be an object per layer kind")
+    table = cast(Mapping[str, Any], raw)
+    ropes: dict[LayerKind, Mapping[str, Any]] = {}
+    for kind in (SLIDING, FULL):
+        entry = table.get(kind)
+        if not isinstance(entry, Mapping):
+            raise ConfigError(
+                f"rope_parameters lacks {kind!r}; it must hold one object for each of "
+                f"{SLIDING} and {FULL}"
+            )
+        ropes[kind] = cast(Mapping[str, Any], entry)
+    return ropes
+
+
+def _rope(raw: Mapping[str, Any], head_dim: int) -> Rope:
+    reader = _Reader(raw, "rope_parameters")
+    kind = reader.value("rope_type") or "default"
+    theta = reader.number("rope_theta", 1e4)
+    factor = reader.number("partial_rotary_factor", 1.0)
+    _require(theta > 0, "rope_theta", theta, "above 0")
+    _require(0 < factor <= 1, "partial_rotary_factor", factor, "above 0 and at most 1")
+    if kind == "default":
+        if factor != 1.0:
+            raise ConfigError("partial_rotary_factor needs rope_type 'proportional'")
+        return Rope(theta=theta, rotated_pairs=head_dim // 2)
+    if kind == "proportional":
+        return Rope(theta=theta, rotated_pairs=int(factor * head_dim) // 2)
+    raise ConfigError(f"rope_type {kind!r} is unknown; known are 'default' and 'proportional'")
+
+
+def _check_model_type(raw: Mapping[str, Any]) -> None:
+    found = raw.get("model_type")
+    if found == MODEL_TYPE:
+        return
+    text = raw.get("text_config")
+    if found is None and isinstance(text, Mapping) and "canvas_length" in raw:
+        return
+    hint = ""
+    if isinstance(found, str) and found.startswith("gemma"):
+        hint = "; it is an autoregressive Gemma, which mlx-lm or transformers can run"
+    shown = "no model_type" if found is None else f"model_type {found!r}"
+    raise ConfigError(f"config.json has {shown}; supported is {MODEL_TYPE!r}{hint}")
+
+
+def _reject_unsupported(top: _Reader, text: _Reader) -> None:
+    activation = text.value("hidden_activation")
+    if activation not in (None, "gelu_pytorch_tanh"):
+        raise ConfigError(f"hidden_activation {activation!r} is unknown; known: gelu_pytorch_tanh")
+    if text.value("attention_bias"):
+        raise ConfigError("attention_bias is true; DiffusionGemma's projections have no biases")
+    if top.value("tie_word_embeddings") is False or text.value("tie_word_embeddings") is False:
+        raise ConfigError("tie_word_embeddings is false; only tied checkpoints are supported")
+    bidirectional = text.value("use_bidirectional_attention")
+    if bidirectional not in (None, "vision"):
+        raise ConfigError(
+            f"use_bidirectional_attention {bidirectional!r} is not supported; use 'vision' or null"
+        )
+
+
+def _integer(value: Any, name: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ConfigError(f"{name} is {value!r}, but must be an integer")
+    if not math.isfinite(value) or int(value) != value:
+        raise ConfigError(f"{name} is {value!r}, but must be an integer")
+    return int(value)
+
+
+def _number(value: Any, name: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise ConfigError(f"{name} is {value!r}, but must be a finite number")
+    return float(value)
+
+
+def _require(condition: bool, name: str, value: object, fix: str) -> None:
+    if not condition:
+        raise ConfigError(f"{name} is {value!r}, but must be {fix}")
+
+
+def _union(*groups: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(token for group in groups for token in group))
+
+
+_warned: set[tuple[str, tuple[str, ...]]] = set()
+
+
+def _warn_unknown(keys: list[str], where: str) -> None:
+    """One warning for all unknown keys of a file, once a process."""
+    mark = (where, tuple(sorted(keys)))
+    if keys and mark not in _warned:
+        _warned.add(mark)
+        warnings.warn(
+            f"{where} has {len(keys)} unknown key(s), ignored: {', '.join(sorted(keys)[:5])}",
+            DgemmaWarning,
+            stacklevel=3,
+        )
