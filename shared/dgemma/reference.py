@@ -103,15 +103,17 @@ def _first_above(running: Float64, target: Float64, mass: Float32) -> Int32:
     """The first column whose running sum exceeds the target, else the last one with mass."""
     above = (running > target[:, None]) & (mass > 0)
     last = mass.shape[-1] - 1 - np.argmax(mass[:, ::-1] > 0, axis=-1)
-    return np.where(above.any(axis=-1), above.argmax(axis=-1), last).astype(np.int32)
+    first: Int32 = above.argmax(axis=-1).astype(np.int32)
+    return np.where(above.any(axis=-1), first, last.astype(np.int32))
 
 
 def soft_embedding(shaped: Float32, embedding: Float32) -> Float32:
     """`softmax(shaped) @ embedding * sqrt(D)`: [R, V] and [V, D] to [R, D].
 
-    The reference rounds `shaped` and the probabilities to the embedding's dtype on the way; a caller
-    who compares in bfloat16 rounds before calling.
+    The reference rounds `shaped` and the probabilities to the embedding's dtype on the way; a
+    caller who compares in bfloat16 rounds before calling.
     """
     mass = np.exp(shaped - shaped.max(axis=-1, keepdims=True))
     probabilities = mass / mass.sum(axis=-1, keepdims=True)
-    return (probabilities @ embedding * np.float32(embedding.shape[-1] ** 0.5)).astype(np.float32)
+    scale = np.float32(embedding.shape[-1] ** 0.5)
+    return np.multiply(np.matmul(probabilities, embedding), scale, dtype=np.float32)
