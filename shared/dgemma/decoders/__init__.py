@@ -46,7 +46,7 @@ class Commit:
     tokens: Int32  # content: no end token
     end_token: int | None  # the end token met behind them
     steps: int  # denoising steps spent on them
-    passes: int  # forward passes spent on them, the prompt's left out
+    passes: int  # forward passes spent on them; the prompt's counts where it yields a token
     mean_entropy: float | None = None  # of the last step, nats; None without a canvas
 
 

@@ -36,7 +36,7 @@ def autoregressive(request: Request, prefix: Prefix) -> Decoding:
             tokens=cut.tokens,
             end_token=cut.end_token,
             steps=0,
-            passes=int(emitted > 0),
+            passes=1,
         )
         if cut.finish_reason:
             yield Finish(reason=cut.finish_reason)

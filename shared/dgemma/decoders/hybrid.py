@@ -67,7 +67,7 @@ def hybrid(request: Request, prefix: Prefix) -> Decoding:
     assert statistics is not None
     fresh = causal_tokens(request, statistics)
     cut = layout.cut(fresh, 0)
-    yield Commit(block=0, tokens=cut.tokens, end_token=cut.end_token, steps=0, passes=0)
+    yield Commit(block=0, tokens=cut.tokens, end_token=cut.end_token, steps=0, passes=1)
     emitted = len(cut.tokens)
     rest = fresh[1:]
     for block in count():
