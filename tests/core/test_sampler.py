@@ -111,9 +111,7 @@ def test_stable_and_confident_stops_when_the_reference_does(stability):
     outcomes = set()
     for _ in range(40):
         reference = StableAndConfidentStoppingCriteria(stability, 0.05)
-        stop = StableAndConfident(
-            stability_threshold=stability, confidence_threshold=0.05
-        ).start()
+        stop = StableAndConfident(stability_threshold=stability, confidence_threshold=0.05).start()
         for _ in range(8):
             argmax = rng.integers(2, size=2)
             logits = np.zeros((1, 2, 5), dtype=np.float32)
