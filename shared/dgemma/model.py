@@ -24,7 +24,8 @@ from dgemma.errors import PromptError
 from dgemma.options import Options, Plan, plan, resolve_seed
 from dgemma.reply import Reply, ReplyBuilder, StreamEvent
 from dgemma.scheduler import Failed, Scheduler
-from dgemma.tokenizer import StopStrings, Tokenizer, end_tokens
+from dgemma.text import StopStrings
+from dgemma.tokenizer import Tokenizer, end_tokens
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | Sequence[Message]

@@ -21,7 +21,8 @@ from dgemma.backend import Int32
 from dgemma.decoders import Commit, Draft, Event, Finish, Mode
 from dgemma.layout import FinishReason
 from dgemma.options import Plan
-from dgemma.tokenizer import StopStrings, TextStream, Tokenizer
+from dgemma.text import StopStrings, TextStream
+from dgemma.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from dgemma.model import Model
 
 DESCRIPTION = (
-    "Measures prefill, one denoising step, the host's share, whole replies and peak memory. A table, "
-    "then one JSON object as the last line. With --peer: the same work by another program, in "
-    "alternating processes."
+    "Measures prefill, one denoising step, the host's share, whole replies and peak memory. "
+    "A table, then one JSON object as the last line. With --peer: the same work by another "
+    "program, in alternating processes."
 )
 
 
