@@ -138,11 +138,12 @@ def incomplete(folder: Path, missing: tuple[str, ...]) -> CheckpointError:
     )
 
 
-def warn_stale(folder: Path) -> None:
-    """Says that the index was not followed."""
+def warn_stale(folder: Path, missing: tuple[str, ...]) -> None:
+    """Says that the index was not followed, although everything needed was found."""
+    fault = f"names {len(missing)} file(s) that are not there" if missing else "misplaces tensors"
     warnings.warn(
-        f"{folder / INDEX} is stale: it does not match the weight files beside it, "
-        "which were used instead",
+        f"{folder / INDEX} is stale: it {fault}; the files that are there hold what the text model "
+        "needs and were used",
         DgemmaWarning,
         stacklevel=4,
     )
@@ -175,3 +176,18 @@ def _numbering_gaps(names: list[str]) -> tuple[str, ...]:
             if name not in names and name not in gaps:
                 gaps.append(name)
     return tuple(gaps)
+
+
+def missing_files(folder: Path) -> list[str]:
+    """Files a usable checkpoint folder has and this one lacks; [] where it looks complete.
+
+    Looks at names only: contents are checked on opening.
+    """
+    names = sorted(path.name for path in folder.iterdir() if path.is_file())
+    missing = [name for name in ("config.json", "tokenizer.json") if name not in names]
+    if INDEX in names:
+        wanted = sorted(set(_read_index(folder / INDEX).values()))
+        return missing + [name for name in wanted if name not in names]
+    if any(name.endswith(".safetensors") for name in names):
+        return missing + list(_numbering_gaps(names) if SINGLE not in names else ())
+    return [*missing, SINGLE]
