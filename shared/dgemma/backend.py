@@ -18,7 +18,7 @@ Shapes, here and in every comment of the project:
 
 Words: facts.md's and design.md's. Entropies and log-probabilities are in nats.
 
-Not here: what the operations compute (`reference.py`), who calls them (`decoders/`, `scheduler.py`).
+Not here: what the operations compute (`reference.py`), who calls them (`scheduler.py`).
 """
 
 from __future__ import annotations
@@ -90,6 +90,7 @@ class Extend:
     uniforms: Float64 | None = None  # [R]; None: 0.5 everywhere, the candidate is of no interest
     targets: Int32 | None = None  # [R]
     top_k: int = 0
+    label: str = ""  # names this work in error messages
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -107,6 +108,7 @@ class Denoise:
     uniforms: Float64  # [L], in [0, 1)
     want_conditioning: bool = True  # False at a step known to be the last: saves a [L, V] x [V, D]
     top_k: int = 0
+    label: str = ""  # names this work in error messages
 
 
 Work = Extend | Denoise

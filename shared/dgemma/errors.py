@@ -24,7 +24,7 @@ class BackendError(DgemmaError, RuntimeError):
 
 
 class NonFiniteError(DgemmaError, ArithmeticError):
-    """NaN or infinity where a probability was expected: a broken checkpoint or too small a dtype."""
+    """NaN or infinity instead of a probability: a broken checkpoint or too small a dtype."""
 
 
 class ContextLengthError(DgemmaError, ValueError):

@@ -52,7 +52,7 @@ def vocabulary_statistics(
     log_total = highest.astype(np.float64) + np.log(total)
     logprobs = shaped - log_total
     # A token of probability 0 (a logit of -inf) adds nothing, where 0 * -inf would be NaN.
-    terms = np.where(mass > 0, mass / total * np.where(mass > 0, logprobs, 0.0), 0.0)
+    terms = np.where(mass == 0, 0.0, mass / total * np.where(mass == 0, 0.0, logprobs))
     argmax = shaped.argmax(axis=-1).astype(np.int32)
     candidate = inverse_cdf(mass, uniforms)
     rows = np.arange(len(shaped))
@@ -72,7 +72,8 @@ def inverse_cdf(mass: Float32, uniforms: Float64) -> Int32:
     Level one: the mass of each tile of `CDF_TILE` tokens in float32, summed up in float64; the tile
     is the first whose running sum exceeds `u * total`. Level two: the running float64 sum inside
     that tile, against what is left of `u * total`. Rounding may leave the target a hair beyond the
-    last token of the tile; the last token with mass is taken then. Never returns a token of mass 0.
+    last token of the tile; the last token with mass is taken then. Never returns a token of mass 0;
+    a row of NaN gives some token of the vocabulary, and its entropy tells.
     """
     rows, vocabulary = mass.shape
     tiles = -(-vocabulary // CDF_TILE)
@@ -82,7 +83,7 @@ def inverse_cdf(mass: Float32, uniforms: Float64) -> Int32:
     tile_mass = tiled.sum(axis=-1, dtype=np.float32)
     tile, left = select_tile(tile_mass, uniforms)
     inside = tiled[np.arange(rows), tile]
-    return (tile * CDF_TILE + select_in_tile(inside, left)).astype(np.int32)
+    return np.minimum(tile * CDF_TILE + select_in_tile(inside, left), np.int32(vocabulary - 1))
 
 
 def select_tile(tile_mass: Float32, uniforms: Float64) -> tuple[Int32, Float64]:
@@ -103,15 +104,17 @@ def _first_above(running: Float64, target: Float64, mass: Float32) -> Int32:
     """The first column whose running sum exceeds the target, else the last one with mass."""
     above = (running > target[:, None]) & (mass > 0)
     last = mass.shape[-1] - 1 - np.argmax(mass[:, ::-1] > 0, axis=-1)
-    return np.where(above.any(axis=-1), above.argmax(axis=-1), last).astype(np.int32)
+    first: Int32 = above.argmax(axis=-1).astype(np.int32)
+    return np.where(above.any(axis=-1), first, last.astype(np.int32))
 
 
 def soft_embedding(shaped: Float32, embedding: Float32) -> Float32:
     """`softmax(shaped) @ embedding * sqrt(D)`: [R, V] and [V, D] to [R, D].
 
-    The reference rounds `shaped` and the probabilities to the embedding's dtype on the way; a caller
-    who compares in bfloat16 rounds before calling.
+    The reference rounds `shaped` and the probabilities to the embedding's dtype on the way; a
+    caller who compares in bfloat16 rounds before calling.
     """
     mass = np.exp(shaped - shaped.max(axis=-1, keepdims=True))
     probabilities = mass / mass.sum(axis=-1, keepdims=True)
-    return (probabilities @ embedding * np.float32(embedding.shape[-1] ** 0.5)).astype(np.float32)
+    scale = np.float32(embedding.shape[-1] ** 0.5)
+    return np.multiply(np.matmul(probabilities, embedding), scale, dtype=np.float32)
