@@ -10,7 +10,8 @@ Not here: the arithmetic (`model.py`, `statistics.py`), the prefix (`cache.py`).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import ParamSpec, TypeVar
 
 import mlx.core as mx
 import numpy as np
@@ -25,6 +26,9 @@ from mlx_dgemma.weights import Source, load_weights
 from mlx_dgemma.worker import Worker
 
 DEFAULT_PREFILL_CHUNK = 512
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class MlxBackend(Backend):
@@ -137,6 +141,10 @@ class MlxBackend(Backend):
         Extend is appended to its prefix as always.
         """
         return self._worker.run(self._logits, work)
+
+    def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Runs a function on the owner thread, where conditioning may be computed with."""
+        return self._worker.run(function, *args, **kwargs)
 
     def self_test(self) -> str:
         """What is wrong with the chosen grouped product on this device, in words; "" if nothing."""

@@ -116,9 +116,12 @@ class Oracle:
         given = None
         if conditioning is not None:
             given = torch.from_numpy(conditioning)[None].to(self.model.dtype)
+        cache = copy.deepcopy(cache)
+        if cache.get_seq_length() == 0:
+            self._make_empty(cache)
         output = self.model.model.decoder(
             decoder_input_ids=_ids(canvas),
-            cache=copy.deepcopy(cache),
+            cache=cache,
             self_conditioning_logits=given,
         )
         return self._head(output.last_hidden_state)
@@ -135,6 +138,14 @@ class Oracle:
     def save(self, folder: Path) -> None:
         """Writes the checkpoint as `save_pretrained` does."""
         self.model.save_pretrained(folder)
+
+    def _make_empty(self, cache: DynamicCache) -> None:
+        """Keys and values of no tokens, which the reference's cache does not make by itself."""
+        for index, layer in enumerate(cache.layers):
+            geometry = self.config.text_config.per_layer_config[index]
+            shape = (1, geometry.num_key_value_heads, 0, geometry.head_dim)
+            layer.keys = torch.empty(shape, dtype=self.model.dtype)
+            layer.values = torch.empty(shape, dtype=self.model.dtype)
 
     def _head(self, hidden: torch.Tensor) -> NDArray[np.float32]:
         cap = self.config.text_config.final_logit_softcapping
