@@ -1,0 +1,202 @@
+"""The canvas while it is being denoised, on a screen.
+
+    canvas 0   step 3/48   temperature 0.775   mean entropy 0.41   accepted 97/128
+    entropy  0  #  0.01  #  0.1  #  0.5  #  2  #  nats          (the # in the scale's colours)
+    what is final so far ...
+    the canvas, every token coloured by its entropy: bold where accepted, dim where renoised
+
+`LiveView` redraws in place with rich, on events only and at most 15 times a second, and wipes
+itself at the end: the text is printed once, on standard output. `PlainView` prints one line a step,
+for pipes, files and terminals that cannot move the cursor.
+
+Token texts come from a model and are made printable first: they cannot steer the terminal.
+
+Not here: what a step decides (`sampler.py`), the final text (`reply.py`, `commands/`).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Set
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
+
+from dgemma.reply import DraftText, StreamEvent, Text
+from dgemma.terminal import printable
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text as RichText
+
+    from dgemma.decoders import Draft
+
+REFRESH_S = 1 / 15
+
+ENTROPY_SCALE: tuple[tuple[float, str], ...] = (
+    (0.01, "green"),
+    (0.1, "cyan"),
+    (0.5, "yellow"),
+    (2.0, "magenta"),
+    (float("inf"), "red"),
+)
+"""(upper end in nats, colour) of each step of the scale; the colours are a terminal's own."""
+
+
+class TokenNames(Protocol):
+    """What a view needs of a tokenizer."""
+
+    def token_text(self, token: int) -> str:
+        """The text of one token; special tokens by their name."""
+        ...
+
+
+class View(AbstractContextManager["View"]):
+    """Something that is shown the events of one reply."""
+
+    live = False
+    """Whether the terminal belongs to the view until it is closed."""
+
+    def show(self, event: StreamEvent) -> None:
+        """Shows one event."""
+        raise NotImplementedError
+
+    def __exit__(self, *exception: object) -> None:
+        return None
+
+
+def open_view(tokenizer: TokenNames, end_tokens: Set[int], stream: TextIO) -> View:
+    """The best view `stream` can show: live on a terminal, else plain lines."""
+    if not stream.isatty() or os.environ.get("TERM", "") in ("dumb", "unknown"):
+        return PlainView(stream)
+    from rich.console import Console
+
+    return LiveView(tokenizer, end_tokens, Console(file=stream, force_terminal=True))
+
+
+def status(draft: Draft) -> str:
+    """One line about a step; steps are counted from 1 here, for people."""
+    return (
+        f"canvas {draft.block} step {draft.step + 1}/{draft.steps} "
+        f"mean entropy {draft.entropy.mean():.2f} "
+        f"accepted {int(draft.accepted.sum())}/{len(draft.tokens)}"
+    )
+
+
+class PlainView(View):
+    """One line a step."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def show(self, event: StreamEvent) -> None:
+        if isinstance(event, DraftText):
+            print(status(event.draft), file=self._stream, flush=True)
+
+
+class LiveView(View):
+    """The canvas redrawn in place; clipped to the screen, whatever its size.
+
+    `clock` gives seconds; a step that comes within `REFRESH_S` of the last drawn one is not drawn.
+    """
+
+    live = True
+
+    def __init__(
+        self,
+        tokenizer: TokenNames,
+        end_tokens: Set[int],
+        console: Console,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        from rich.live import Live
+
+        self._tokenizer = tokenizer
+        self._end_tokens = end_tokens
+        self._console = console
+        self._clock = clock
+        self._drawn_at = float("-inf")
+        self._committed = ""
+        self._live = Live(
+            console=console,
+            auto_refresh=False,
+            transient=True,
+            redirect_stdout=False,
+            redirect_stderr=False,
+            vertical_overflow="crop",
+        )
+
+    def __enter__(self) -> LiveView:
+        self._live.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._live.stop()
+
+    def show(self, event: StreamEvent) -> None:
+        if isinstance(event, Text):
+            self._committed += event.text
+        elif isinstance(event, DraftText) and self._clock() - self._drawn_at >= REFRESH_S:
+            self._drawn_at = self._clock()
+            self._live.update(self._screen(event.draft), refresh=True)
+
+    def _screen(self, draft: Draft) -> RichText:
+        """The whole picture, at most one line lower than the screen."""
+        from rich.text import Text as RichText
+
+        width, height = self._console.size
+        room = max(1, height - 1)
+        head = self._wrap(self._header(draft), width)[: max(1, room // 3)]
+        canvas = self._wrap(canvas_text(draft, self._tokenizer, self._end_tokens), width)
+        room -= len(head)
+        shown = canvas[: max(0, room)]
+        if len(shown) < len(canvas) and shown:
+            shown[-1] = RichText(f"... {len(canvas) - len(shown) + 1} more lines"[:width], "dim")
+        committed = self._wrap(RichText(printable(self._committed)), width)
+        kept = room - len(shown)
+        lines = [*head, *(committed[-kept:] if kept > 0 else []), *shown]
+        return RichText("\n").join(lines)
+
+    def _header(self, draft: Draft) -> RichText:
+        from rich.text import Text as RichText
+
+        line = RichText(f"{status(draft)} temperature {draft.temperature:.3f}\n", "bold")
+        line.append("entropy 0 ", "not bold")
+        for bound, colour in ENTROPY_SCALE:
+            line.append("\u2588\u2588", f"not bold {colour}")
+            line.append(f" {bound:g} " if bound < float("inf") else " nats", "not bold")
+        line.append("  bold: accepted", "bold")
+        line.append("  dim: renoised", "not bold dim")
+        return line
+
+    def _wrap(self, text: RichText, width: int) -> list[RichText]:
+        """Lines of at most `width` cells."""
+        if not text.plain:
+            return []
+        return list(text.wrap(self._console, max(1, width), overflow="fold"))
+
+
+def canvas_text(draft: Draft, tokenizer: TokenNames, end_tokens: Set[int]) -> RichText:
+    """A canvas as styled text: up to its first end token, and how much lies behind that."""
+    from rich.text import Text as RichText
+
+    text = RichText()
+    rows: Any = zip(
+        draft.tokens.tolist(), draft.entropy.tolist(), draft.accepted.tolist(), strict=True
+    )
+    for position, (token, entropy, accepted) in enumerate(rows):
+        text.append(
+            printable(tokenizer.token_text(token)),
+            f"{'bold' if accepted else 'dim'} {colour_of(entropy)}",
+        )
+        behind = len(draft.tokens) - position - 1
+        if token in end_tokens and behind:
+            text.append(f" (+{behind} behind the end)", "dim")
+            break
+    return text
+
+
+def colour_of(entropy: float) -> str:
+    """The colour of an entropy in nats."""
+    return next(colour for bound, colour in ENTROPY_SCALE if entropy <= bound)
