@@ -45,7 +45,8 @@ class Noise:
         self.seed = seed
         self.row = row
         self.vocab_size = vocab_size
-        self._philox = np.random.Philox(key=[seed % _WORD, row % _WORD])
+        key = np.array([seed % _WORD, row % _WORD], dtype=np.uint64)  # a list would become float64
+        self._philox = np.random.Philox(key=key)
         # Setting the state costs a tenth of making a generator, and a step wants two of them.
         self._state = self._philox.state
         self._counter = self._state["state"]["counter"]

@@ -52,7 +52,7 @@ def vocabulary_statistics(
     log_total = highest.astype(np.float64) + np.log(total)
     logprobs = shaped - log_total
     # A token of probability 0 (a logit of -inf) adds nothing, where 0 * -inf would be NaN.
-    terms = np.where(mass > 0, mass / total * np.where(mass > 0, logprobs, 0.0), 0.0)
+    terms = np.where(mass == 0, 0.0, mass / total * np.where(mass == 0, 0.0, logprobs))
     argmax = shaped.argmax(axis=-1).astype(np.int32)
     candidate = inverse_cdf(mass, uniforms)
     rows = np.arange(len(shaped))
@@ -72,7 +72,8 @@ def inverse_cdf(mass: Float32, uniforms: Float64) -> Int32:
     Level one: the mass of each tile of `CDF_TILE` tokens in float32, summed up in float64; the tile
     is the first whose running sum exceeds `u * total`. Level two: the running float64 sum inside
     that tile, against what is left of `u * total`. Rounding may leave the target a hair beyond the
-    last token of the tile; the last token with mass is taken then. Never returns a token of mass 0.
+    last token of the tile; the last token with mass is taken then. Never returns a token of mass 0;
+    a row of NaN gives some token of the vocabulary, and its entropy tells.
     """
     rows, vocabulary = mass.shape
     tiles = -(-vocabulary // CDF_TILE)
@@ -82,7 +83,7 @@ def inverse_cdf(mass: Float32, uniforms: Float64) -> Int32:
     tile_mass = tiled.sum(axis=-1, dtype=np.float32)
     tile, left = select_tile(tile_mass, uniforms)
     inside = tiled[np.arange(rows), tile]
-    return (tile * CDF_TILE + select_in_tile(inside, left)).astype(np.int32)
+    return np.minimum(tile * CDF_TILE + select_in_tile(inside, left), np.int32(vocabulary - 1))
 
 
 def select_tile(tile_mass: Float32, uniforms: Float64) -> tuple[Int32, Float64]:
