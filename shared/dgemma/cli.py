@@ -74,7 +74,7 @@ def build_parser() -> Parser:
     return parser
 
 
-def command_parser(name: str, *, backend: str, prog: str) -> Parser:
+def command_parser(name: str, *, backend: str | None, prog: str) -> Parser:
     """The parser of one command alone, on a given backend."""
     module, _ = COMMANDS[name]
     parser = Parser(prog=prog, description=_description(module))
