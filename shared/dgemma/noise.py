@@ -23,6 +23,7 @@ from dgemma.backend import Float64, Int32
 
 _WORD = 2**64
 _TOKEN_CHUNK = 256
+_UNUSED_BITS = np.uint64(11)  # 53 of 64 make a float64 in [0, 1)
 
 
 class Purpose(IntEnum):
@@ -91,4 +92,4 @@ class Noise:
         self._state["buffer_pos"] = 4  # nothing buffered
         self._philox.state = self._state
         words = self._philox.random_raw(length)
-        return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
+        return np.multiply(words >> _UNUSED_BITS, 2.0**-53)

@@ -18,7 +18,7 @@ import numpy as np
 
 from dgemma.backend import Denoise, Extend, Int32, Prefix, Statistics, Work
 from dgemma.decoders import Commit, Decoding, Draft, Event, Finish, Request
-from dgemma.sampler import next_canvas
+from dgemma.sampler import mean_entropy, next_canvas
 from dgemma.schedule import TemperatureSchedule
 
 NO_POSITIONS = np.empty(0, dtype=np.int32)
@@ -40,7 +40,7 @@ def diffusion(request: Request, prefix: Prefix) -> Decoding:
             end_token=cut.end_token,
             steps=steps,
             passes=steps + (block > 0),
-            mean_entropy=float(last.entropy.mean()),
+            mean_entropy=mean_entropy(last),
         )
         if cut.finish_reason:
             yield Finish(reason=cut.finish_reason)

@@ -25,7 +25,7 @@ from dgemma.decoders import Commit, Decoding, Finish, Request
 from dgemma.decoders.autoregressive import causal_pass, causal_tokens
 from dgemma.decoders.diffusion import denoise
 from dgemma.errors import ConfigError
-from dgemma.sampler import Mask
+from dgemma.sampler import Mask, mean_entropy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,5 +109,5 @@ def hybrid(request: Request, prefix: Prefix) -> Decoding:
             end_token=cut.end_token,
             steps=steps,
             passes=steps + 1,
-            mean_entropy=float(last.entropy.mean()),
+            mean_entropy=mean_entropy(last),
         )
