@@ -1,0 +1,241 @@
+"""The MLX backend: what the core hands over is checked, chunked, run on the owner thread.
+
+    extend    every row in chunks of `prefill_chunk` tokens from its own start; chunks of several
+              rows share a pass while they fit; then the statistics of what is read
+    denoise   all rows in one pass, then their statistics
+
+Not here: the arithmetic (`model.py`, `statistics.py`), the prefix (`cache.py`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import cast
+
+import mlx.core as mx
+import numpy as np
+
+from dgemma.backend import Backend, Conditioning, Denoise, Extend, Prefix, Statistics, Work
+from dgemma.errors import ConfigError
+from mlx_dgemma import experts
+from mlx_dgemma.cache import MlxPrefix
+from mlx_dgemma.model import MlxModel, Row, SavedWork
+from mlx_dgemma.statistics import DEFAULT_TILE_BYTES, Head
+from mlx_dgemma.weights import Source, load_weights
+from mlx_dgemma.worker import Worker
+
+DEFAULT_PREFILL_CHUNK = 512
+
+
+class MlxBackend(Backend):
+    """Runs a checkpoint with MLX (`dgemma.backend.Backend`)."""
+
+    name = "mlx"
+
+    def __init__(self, worker: Worker, model: MlxModel, head: Head, prefill_chunk: int) -> None:
+        self.config = model.config
+        self.prefill_chunk = prefill_chunk
+        self._worker = worker
+        self._model = model
+        self._head = head
+        weakref.finalize(self, worker.close)
+
+    @classmethod
+    def from_checkpoint(
+        cls,
+        checkpoint: Source,
+        *,
+        dtype: str | None = None,
+        prefill_chunk: int = DEFAULT_PREFILL_CHUNK,
+        logits_tile_bytes: int = DEFAULT_TILE_BYTES,
+    ) -> MlxBackend:
+        """Loads the weights and chooses how the products are computed.
+
+        `dtype` converts dense weights; `prefill_chunk` is in tokens; `logits_tile_bytes` bounds the
+        float32 logits that exist at once. Raises `ConfigError` for values that cannot be, and what
+        `load_weights` raises.
+        """
+        for key, value in (("prefill_chunk", prefill_chunk), ("logits_tile_bytes", logits_tile_bytes)):
+            if value < 1:
+                raise ConfigError(f"{key} is {value}, but must be at least 1")
+        worker = Worker("mlx-dgemma")
+
+        def build() -> tuple[MlxModel, Head]:
+            on_gpu = mx.default_device().type == mx.DeviceType.gpu
+            model = MlxModel(load_weights(checkpoint, dtype=dtype, on_gpu=on_gpu))
+            return model, Head(model, logits_tile_bytes)
+
+        try:
+            model, head = worker.run(build)
+        except BaseException:
+            worker.close()
+            raise
+        return cls(worker, model, head, prefill_chunk)
+
+    @property
+    def saved(self) -> SavedWork:
+        """What was left out so far because nothing depends on it."""
+        return self._model.saved
+
+    def describe(self) -> dict[str, str]:
+        """Device and chosen implementations, with the reasons, for `doctor`."""
+        on_gpu = self._model.weights.on_gpu
+        return {
+            "device": "gpu" if on_gpu else "cpu",
+            "dtype": str(self._model.weights.dtype).removeprefix("mlx.core."),
+            "products": "MLX's own, in the weights' dtype"
+            if on_gpu
+            else "float32, weights widened a piece at a time: MLX's CPU products of other dtypes "
+            "run outside BLAS",
+            "experts": experts.reason_for(on_gpu=on_gpu),
+        }
+
+    def new_prefix(self) -> MlxPrefix:
+        return MlxPrefix(self.config)
+
+    def extend(self, rows: Sequence[Extend]) -> list[Statistics | None]:
+        """Runs the causal pass. Raises `ValueError` for an empty row or one prefix in two rows."""
+        if not rows:
+            return []
+        prefixes = [_own_prefix(row.prefix) for row in rows]
+        if len({id(prefix) for prefix in prefixes}) < len(prefixes):
+            raise ValueError("two rows extend the same prefix; fork it first")
+        for row in rows:
+            if len(row.tokens) == 0:
+                raise ValueError("an Extend needs at least one token")
+        return self._worker.run(self._extend, rows, prefixes)
+
+    def denoise(self, rows: Sequence[Denoise]) -> list[Statistics]:
+        """Runs the bidirectional pass. Raises `ValueError` for an empty canvas."""
+        if not rows:
+            return []
+        for row in rows:
+            if len(row.canvas) == 0:
+                raise ValueError("a canvas needs at least one token")
+        return self._worker.run(self._denoise, rows)
+
+    def diagnose(self, work: Work) -> str:
+        """The first layer, or what comes before and after the layers, that gives NaN or infinity."""
+        return self._worker.run(self._diagnose, work)
+
+    def peak_memory_bytes(self) -> int | None:
+        return mx.get_peak_memory()
+
+    def reset_peak_memory(self) -> None:
+        mx.reset_peak_memory()
+
+    def close(self) -> None:
+        self._worker.close()
+
+    def _extend(self, rows: Sequence[Extend], prefixes: list[MlxPrefix]) -> list[Statistics | None]:
+        done = [0] * len(rows)
+        outputs: list[list[mx.array]] = [[] for _ in rows]
+        while True:
+            chosen = self._next_chunks(rows, done)
+            if not chosen:
+                break
+            chunk = [
+                Row(
+                    prefixes[number],
+                    rows[number].tokens[start:stop],
+                    _within(rows[number].read, start, stop),
+                )
+                for number, start, stop in chosen
+            ]
+            hidden = self._model.encode(chunk)
+            used = 0
+            for (number, _, stop), row in zip(chosen, chunk, strict=True):
+                done[number] = stop
+                count = 0 if row.read is None else len(row.read)
+                if hidden is not None and count:
+                    outputs[number].append(hidden[used : used + count])
+                    used += count
+        for prefix, row in zip(prefixes, rows, strict=True):
+            prefix.last_tokens = row.tokens
+        reading = [number for number, output in enumerate(outputs) if output]
+        results: list[Statistics | None] = [None] * len(rows)
+        if reading:
+            hidden = mx.concatenate([part for number in reading for part in outputs[number]])
+            counts = [len(rows[number].read) for number in reading]
+            found = self._head.statistics(hidden, [rows[number] for number in reading], counts)
+            for number, statistics in zip(reading, found, strict=True):
+                results[number] = statistics
+        return results
+
+    def _next_chunks(self, rows: Sequence[Extend], done: list[int]) -> list[tuple[int, int, int]]:
+        """The next chunk of as many rows as fit one pass: (row, first token, end).
+
+        A row is cut at multiples of `prefill_chunk` whoever shares the pass, so that its numbers do
+        not depend on its company.
+        """
+        chosen: list[tuple[int, int, int]] = []
+        total = 0
+        for number, row in enumerate(rows):
+            start = done[number]
+            stop = min(start + self.prefill_chunk, len(row.tokens))
+            if start < stop and (not chosen or total + stop - start <= self.prefill_chunk):
+                chosen.append((number, start, stop))
+                total += stop - start
+        return chosen
+
+    def _denoise(self, rows: Sequence[Denoise]) -> list[Statistics]:
+        hidden = self._model.denoise_hidden(
+            [Row(_own_prefix(row.prefix), row.canvas) for row in rows],
+            [_own_conditioning(row) for row in rows],
+        )
+        return self._head.statistics(hidden, rows, [len(row.canvas) for row in rows])
+
+    def _diagnose(self, work: Work) -> str:
+        prefix = _own_prefix(work.prefix).fork()
+        if isinstance(work, Extend) and prefix.last_tokens is work.tokens:
+            before = prefix.length - len(work.tokens)
+            # Where the prefix no longer goes back that far, the tokens alone have to do.
+            if before >= prefix.earliest_rewind:
+                prefix.rewind(before)
+            else:
+                prefix = self.new_prefix()
+        try:
+            if isinstance(work, Denoise):
+                hidden = self._model.denoise_hidden(
+                    [Row(prefix, work.canvas)], [_own_conditioning(work)], _check
+                )
+            else:
+                output = self._model.encode([Row(prefix, work.tokens)], _check)
+                assert output is not None
+                hidden = output
+            _check("the final norm", hidden)
+            for row in range(hidden.shape[0]):
+                _check("the logits", self._head.logits(hidden[row : row + 1]))
+        except _NotFinite as found:
+            return str(found)
+        return ""
+
+
+class _NotFinite(Exception):
+    """Carries the name of the first value that is not finite."""
+
+
+def _check(name: str, value: mx.array) -> None:
+    if not mx.all(mx.isfinite(value)).item():
+        raise _NotFinite(name)
+
+
+def _own_prefix(prefix: Prefix) -> MlxPrefix:
+    if not isinstance(prefix, MlxPrefix):
+        raise ValueError(f"a {type(prefix).__name__} is no prefix of the mlx backend")
+    return prefix
+
+
+def _own_conditioning(row: Denoise) -> mx.array | None:
+    given = cast("Conditioning | None", row.conditioning)
+    if given is not None and given.shape[0] != len(row.canvas):
+        raise ValueError(
+            f"conditioning of {given.shape[0]} positions for a canvas of {len(row.canvas)}"
+        )
+    return given
+
+
+def _within(read: np.ndarray, start: int, stop: int) -> np.ndarray:
+    """The offsets in `read` that lie in a chunk, counted from its start."""
+    return read[(read >= start) & (read < stop)] - start
