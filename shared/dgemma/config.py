@@ -204,8 +204,12 @@ class ModelConfig:
             max_position_embeddings=text.integer("max_position_embeddings", 131_072),
             rms_norm_eps=text.number("rms_norm_eps", 1e-6),
             final_logit_softcapping=text.number("final_logit_softcapping", 30.0),
-            pad_token_id=top.optional_integer("pad_token_id", text.optional_integer("pad_token_id")),
-            bos_token_id=top.optional_integer("bos_token_id", text.optional_integer("bos_token_id")),
+            pad_token_id=top.optional_integer(
+                "pad_token_id", text.optional_integer("pad_token_id")
+            ),
+            bos_token_id=top.optional_integer(
+                "bos_token_id", text.optional_integer("bos_token_id")
+            ),
             eos_token_ids=_union(text.token_ids("eos_token_id"), top.token_ids("eos_token_id")),
             image_token_id=top.optional_integer("image_token_id"),
             boi_token_id=top.optional_integer("boi_token_id"),
@@ -375,7 +379,9 @@ def _read_layer_kinds(text: _Reader) -> list[LayerKind]:
     count = text.integer("num_hidden_layers", 30)
     raw = text.value("layer_types")
     if raw is None:
-        kinds: list[Any] = [FULL if (i + 1) % SLIDING_PATTERN == 0 else SLIDING for i in range(count)]
+        kinds: list[Any] = [
+            FULL if (i + 1) % SLIDING_PATTERN == 0 else SLIDING for i in range(count)
+        ]
     else:
         kinds = list(raw)
     if len(kinds) != count:
