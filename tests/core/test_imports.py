@@ -1,11 +1,12 @@
 """Who may import whom, read from the source; and what an import really brings in.
 
-    tests -> everything;   mlx_dgemma -> dgemma <- cuda_dgemma;   dgemma_convert -> dgemma
+tests -> everything;   mlx_dgemma -> dgemma <- cuda_dgemma;   dgemma_convert -> dgemma
 """
 
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -79,15 +80,25 @@ def test_nothing_shipped_imports_the_tests():
 def test_the_backend_package_does_not_import_its_command():
     """`python -m mlx_dgemma.generate` would then warn, and the function shadow the module."""
     for package in ("mlx_dgemma", "cuda_dgemma"):
-        init = PACKAGES[package] / "__init__.py"
-        assert f"{package}.generate" not in init.read_text("utf-8")
+        tree = ast.parse((PACKAGES[package] / "__init__.py").read_text("utf-8"))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                assert f"{package}.generate" not in {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                assert node.module != f"{package}.generate"
+                assert not (node.module == package and "generate" in {a.name for a in node.names})
 
 
 def modules_after(statement: str) -> set[str]:
     """Top-level modules loaded in a fresh interpreter after `statement`."""
     script = f"{statement}\nimport sys; print(*{{name.partition('.')[0] for name in sys.modules}})"
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
     )
     return set(done.stdout.split())
 

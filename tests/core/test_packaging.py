@@ -12,10 +12,10 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from regenerate_readme import README, regenerated
 
 import dgemma
 from dgemma.errors import DgemmaError
-from regenerate_readme import README, regenerated
 
 ROOT = Path(__file__).resolve().parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
@@ -25,9 +25,8 @@ PACKAGES = ("dgemma", "dgemma_convert", "mlx_dgemma", "cuda_dgemma")
 
 def requirements() -> list[str]:
     project = PYPROJECT["project"]
-    return project["dependencies"] + sum(
-        (project["optional-dependencies"][extra] for extra in ("mlx", "test")), []
-    )
+    extras = project["optional-dependencies"]
+    return [*project["dependencies"], *extras["mlx"], *extras["test"]]
 
 
 def name_of(requirement: str) -> str:
