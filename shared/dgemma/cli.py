@@ -20,7 +20,7 @@ import argparse
 import importlib
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -32,10 +32,8 @@ from dgemma.terminal import OutputError, abandon_stdout, say
 COMMANDS = {
     "generate": ("dgemma.commands.generate", "write one reply to a prompt"),
     "chat": ("dgemma.commands.chat", "hold a conversation"),
-    "doctor": (
-        "dgemma.commands.doctor",
-        "say what is installed, what a checkpoint holds, and more",
-    ),
+    "bench": ("dgemma.commands.bench", "measure speed and memory"),
+    "doctor": ("dgemma.commands.doctor", "say what is installed and what a checkpoint holds"),
 }
 """Name -> (module, summary); see `commands/__init__.py` for what a module has."""
 
@@ -145,7 +143,7 @@ def _finish(status: int) -> int:
 
 
 @contextmanager
-def _one_line_warnings() -> Iterator[None]:
+def _one_line_warnings() -> Generator[None]:
     """Shows warnings as "dgemma: warning: ..." instead of Python's two lines with a file name."""
 
     def show(message: Warning | str, *_: object, **__: object) -> None:

@@ -132,6 +132,7 @@ class LiveView(View):
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self._live.update("")  # `stop` draws once more before it wipes
         self._live.stop()
 
     def show(self, event: StreamEvent) -> None:

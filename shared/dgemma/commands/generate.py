@@ -10,7 +10,7 @@ import json
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack, closing
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from dgemma.commands.flags import (
     add_decoding_flags,
@@ -23,7 +23,7 @@ from dgemma.errors import PromptError
 from dgemma.terminal import TextOutput, say
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator, Iterator
 
     from dgemma.model import Model
     from dgemma.reply import Reply, StreamEvent
@@ -108,7 +108,7 @@ def show(
         stack.callback(out.finish)
         if view is not None:
             stack.enter_context(view)
-        stack.enter_context(closing(events))  # pyright: ignore[reportArgumentType]
+        stack.enter_context(closing(cast("Generator[StreamEvent]", events)))
         reply = None
         for event in events:
             if isinstance(event, Text) and text:
