@@ -2,8 +2,8 @@
 
     canvas 0   step 3/48   temperature 0.775   mean entropy 0.41   accepted 97/128
     entropy  0  #  0.01  #  0.1  #  0.5  #  2  #  nats          (the # in the scale's colours)
-    what is final so far ...
-    the canvas, every token coloured by its entropy: bold where accepted, dim where renoised
+    what is final so far, and behind it the canvas, every token coloured by its entropy: bold where
+    accepted, dim where renoised
 
 `LiveView` redraws in place with rich, on events only and at most 15 times a second, and wipes
 itself at the end: the text is printed once, on standard output. `PlainView` prints one line a step,
@@ -149,15 +149,19 @@ class LiveView(View):
         width, height = self._console.size
         room = max(1, height - 1)
         head = self._wrap(self._header(draft), width)[: max(1, room // 3)]
-        canvas = self._wrap(canvas_text(draft, self._tokenizer, self._end_tokens), width)
         room -= len(head)
-        shown = canvas[: max(0, room)]
-        if len(shown) < len(canvas) and shown:
-            shown[-1] = RichText(f"... {len(canvas) - len(shown) + 1} more lines"[:width], "dim")
-        committed = self._wrap(RichText(printable(self._committed)), width)
-        kept = room - len(shown)
-        lines = [*head, *(committed[-kept:] if kept > 0 else []), *shown]
-        return RichText("\n").join(lines)
+        if not room:
+            return RichText("\n").join(head)
+        final = RichText(printable(self._committed))
+        canvas = canvas_text(draft, self._tokenizer, self._end_tokens)
+        lines = self._wrap(final + canvas, width)
+        # The canvas from its first line on; above it what is final, as far as there is room.
+        canvas_begins = max(0, len(self._wrap(final, width)) - 1)
+        begin = max(0, min(canvas_begins, len(lines) - room))
+        shown, below = lines[begin : begin + room], len(lines) - begin - room
+        if below > 0:
+            shown[-1] = RichText(f"... {below + 1} more lines"[:width], "dim")
+        return RichText("\n").join([*head, *shown])
 
     def _header(self, draft: Draft) -> RichText:
         from rich.text import Text as RichText
@@ -167,8 +171,8 @@ class LiveView(View):
         for bound, colour in ENTROPY_SCALE:
             line.append("\u2588\u2588", f"not bold {colour}")
             line.append(f" {bound:g} " if bound < float("inf") else " nats", "not bold")
-        line.append("  bold: accepted", "bold")
-        line.append("  dim: renoised", "not bold dim")
+        line.append("  accepted", "bold")
+        line.append("  renoised", "not bold dim")
         return line
 
     def _wrap(self, text: RichText, width: int) -> list[RichText]:

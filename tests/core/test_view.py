@@ -187,9 +187,23 @@ def test_what_lies_behind_the_end_is_counted_not_shown():
     assert "junk" not in shown
 
 
-def test_final_text_stands_above_the_canvas():
-    lines = frame(Names("canvas"), Text(text="final\nlines"), draft([0]))
-    assert [line.strip() for line in lines[-3:]] == ["final", "lines", "canvas"]
+def test_the_canvas_goes_on_where_the_final_text_ends():
+    lines = frame(Names("canvas"), Text(text="final\ntext, "), draft([0]))
+    assert [line.strip() for line in lines[-2:]] == ["final", "text, canvas"]
+
+
+def test_a_canvas_that_is_too_tall_begins_at_its_first_line_and_says_how_much_is_below():
+    names = Names("x\n", "<end>")
+    lines = frame(names, Text(text="final\n" * 30), draft([0] * 40), height=12)
+    assert lines[2] == "x"
+    assert lines[-1].startswith("... ")
+    hidden = int(re.findall(r"\d+", lines[-1])[0])
+    assert lines.count("x") + hidden in (40, 41)  # the newline at the end may count as a line
+
+
+def test_final_text_scrolls_away_above_a_canvas_that_fits():
+    lines = frame(Names("canvas"), Text(text="old\n" * 30 + "new\n"), draft([0]), height=8)
+    assert [line.strip() for line in lines[2:]] == ["old", "old", "old", "new", "canvas"]
 
 
 def test_a_live_view_leaves_the_screen_as_it_was():
