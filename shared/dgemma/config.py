@@ -4,7 +4,8 @@
 (generation_config.json). Both read plain dictionaries, accept integers where floats are meant, and
 name what is wrong. Keys keep the checkpoint's own spelling here and nowhere else.
 
-Not here: files (`checkpoint.py`), tensors (`tensors.py`), quantization (`quantization.py`).
+Not here: typed access to JSON (`json_reader.py`), files (`checkpoint.py`), tensors (`tensors.py`),
+quantization (`quantization.py`).
 Source: transformers 5.24, `models/diffusion_gemma/configuration_diffusion_gemma.py` and
 `generation_diffusion_gemma.py`; defaults are theirs.
 """
@@ -12,13 +13,13 @@ Source: transformers 5.24, `models/diffusion_gemma/configuration_diffusion_gemma
 from __future__ import annotations
 
 import dataclasses
-import math
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, cast
 
 from dgemma.errors import ConfigError, DgemmaWarning
+from dgemma.json_reader import JsonReader, require, to_integer, to_number, union, warn_unknown
 
 LayerKind = Literal["sliding_attention", "full_attention"]
 SLIDING: LayerKind = "sliding_attention"
@@ -27,6 +28,7 @@ FULL: LayerKind = "full_attention"
 MODEL_TYPE = "diffusion_gemma"
 SLIDING_PATTERN = 6
 """Without `layer_types`, every sixth layer is a full one."""
+_MOST_LAYERS = 1000
 
 _DEFAULT_ROPE: dict[LayerKind, dict[str, Any]] = {
     SLIDING: {"rope_type": "default", "rope_theta": 1e4},
@@ -49,8 +51,6 @@ _IGNORED_GENERATION_KEYS = frozenset(
     max_length max_new_tokens pad_token_id return_dict_in_generate top_k top_p temperature
     transformers_version""".split()
 )
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,31 +126,28 @@ class ModelConfig:
             "canvas_length",
             "max_position_embeddings",
         ):
-            _require(getattr(self, name) > 0, name, getattr(self, name), "a positive integer")
-        _require(self.sliding_window >= 2, "sliding_window", self.sliding_window, "at least 2")
-        _require(self.rms_norm_eps > 0, "rms_norm_eps", self.rms_norm_eps, "above 0")
-        _require(
-            self.final_logit_softcapping > 0,
-            "final_logit_softcapping",
-            self.final_logit_softcapping,
-            "above 0",
-        )
-        _require(
-            self.top_k_experts <= self.num_experts,
-            "top_k_experts",
-            self.top_k_experts,
-            f"at most num_experts ({self.num_experts})",
-        )
+            require(getattr(self, name) > 0, name, getattr(self, name), "a positive integer")
+        for name, right, fix in (
+            ("sliding_window", self.sliding_window >= 2, "at least 2"),
+            ("rms_norm_eps", self.rms_norm_eps > 0, "above 0"),
+            ("final_logit_softcapping", self.final_logit_softcapping > 0, "above 0"),
+            (
+                "top_k_experts",
+                self.top_k_experts <= self.num_experts,
+                f"at most num_experts ({self.num_experts})",
+            ),
+        ):
+            require(right, name, getattr(self, name), fix)
         if not self.layers:
             raise ConfigError("num_hidden_layers is 0, but a model needs at least one layer")
         for index, layer in enumerate(self.layers):
-            _require(
+            require(
                 layer.head_dim > 0 and layer.head_dim % 2 == 0,
                 f"head_dim of layer {index}",
                 layer.head_dim,
                 "a positive even number",
             )
-            _require(
+            require(
                 layer.num_key_value_heads > 0
                 and self.num_attention_heads % layer.num_key_value_heads == 0,
                 f"num_key_value_heads of layer {index}",
@@ -182,42 +179,38 @@ class ModelConfig:
         `DgemmaWarning`, about keys it does not know.
         """
         _check_model_type(raw)
-        top = _Reader(raw, "config.json")
-        text_raw = raw.get("text_config")
-        if not isinstance(text_raw, Mapping):
+        top = JsonReader(raw, "config.json")
+        text_raw = top.mapping("text_config")
+        if text_raw is None:
             raise ConfigError("config.json has no text_config; it must hold the language model's")
-        text = _Reader(cast(Mapping[str, Any], text_raw), "text_config")
+        text = JsonReader(text_raw, "text_config")
         _reject_unsupported(top, text)
         layers = _read_layers(text)
-        vision = raw.get("vision_config")
+        needed = "every DiffusionGemma layer has experts"
         config = cls(
             vocab_size=text.integer("vocab_size", 262_144),
             hidden_size=text.integer("hidden_size", 2304),
             intermediate_size=text.integer("intermediate_size", 9216),
             num_attention_heads=text.integer("num_attention_heads", 8),
             layers=layers,
-            num_experts=text.required_integer("num_experts"),
-            top_k_experts=text.required_integer("top_k_experts"),
-            moe_intermediate_size=text.required_integer("moe_intermediate_size"),
+            num_experts=text.required_integer("num_experts", needed),
+            top_k_experts=text.required_integer("top_k_experts", needed),
+            moe_intermediate_size=text.required_integer("moe_intermediate_size", needed),
             sliding_window=text.integer("sliding_window", 512),
             canvas_length=top.integer("canvas_length", 256),
             max_position_embeddings=text.integer("max_position_embeddings", 131_072),
             rms_norm_eps=text.number("rms_norm_eps", 1e-6),
             final_logit_softcapping=text.number("final_logit_softcapping", 30.0),
-            pad_token_id=top.optional_integer(
-                "pad_token_id", text.optional_integer("pad_token_id")
-            ),
-            bos_token_id=top.optional_integer(
-                "bos_token_id", text.optional_integer("bos_token_id")
-            ),
-            eos_token_ids=_union(text.token_ids("eos_token_id"), top.token_ids("eos_token_id")),
+            pad_token_id=_special_token(top, text, "pad_token_id", 0),
+            bos_token_id=_special_token(top, text, "bos_token_id", 2),
+            eos_token_ids=_end_tokens(top, text),
             image_token_id=top.optional_integer("image_token_id"),
             boi_token_id=top.optional_integer("boi_token_id"),
             eoi_token_id=top.optional_integer("eoi_token_id"),
             bidirectional_images=text.value("use_bidirectional_attention") == "vision",
-            vision=cast("Mapping[str, Any] | None", vision),
+            vision=top.mapping("vision_config"),
         )
-        _warn_unknown([*top.unknown(_IGNORED_KEYS), *text.unknown(_IGNORED_KEYS)], "config.json")
+        warn_unknown([*top.unknown(_IGNORED_KEYS), *text.unknown(_IGNORED_KEYS)], "config.json")
         return config
 
 
@@ -240,36 +233,21 @@ class GenerationConfig:
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        _require(
-            self.max_denoising_steps >= 1,
-            "max_denoising_steps",
-            self.max_denoising_steps,
-            "at least 1",
-        )
-        _require(self.t_min >= 0, "t_min", self.t_min, "at least 0")
-        _require(self.t_max >= self.t_min, "t_max", self.t_max, f"at least t_min ({self.t_min})")
-        _require(self.entropy_bound > 0, "entropy_bound", self.entropy_bound, "above 0 (nats)")
-        _require(
-            self.stability_threshold >= 0,
-            "stability_threshold",
-            self.stability_threshold,
-            "at least 0 (steps)",
-        )
-        _require(
-            self.confidence_threshold > 0,
-            "confidence_threshold",
-            self.confidence_threshold,
-            "above 0 (nats)",
-        )
+        for name, right, fix in (
+            ("max_denoising_steps", self.max_denoising_steps >= 1, "at least 1"),
+            ("t_min", self.t_min >= 0, "at least 0"),
+            ("t_max", self.t_max >= self.t_min, f"at least t_min ({self.t_min})"),
+            ("entropy_bound", self.entropy_bound > 0, "above 0 (nats)"),
+            ("stability_threshold", self.stability_threshold >= 0, "at least 0 (steps)"),
+            ("confidence_threshold", self.confidence_threshold > 0, "above 0 (nats)"),
+        ):
+            require(right, name, getattr(self, name), fix)
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any] | None) -> GenerationConfig:
         """Reads a generation_config.json; absent files, absent keys and nulls take the defaults."""
-        reader = _Reader(raw or {}, "generation_config.json")
-        sampler_raw = reader.value("sampler_config")
-        if sampler_raw is not None and not isinstance(sampler_raw, Mapping):
-            raise ConfigError(f"sampler_config is {sampler_raw!r}, but must be an object")
-        sampler = _Reader(cast(Mapping[str, Any], sampler_raw or {}), "sampler_config")
+        reader = JsonReader(raw or {}, "generation_config.json")
+        sampler = JsonReader(reader.mapping("sampler_config") or {}, "sampler_config")
         class_name = sampler.value("_cls_name")
         if class_name not in (None, "EntropyBoundSamplerConfig"):
             raise ConfigError(
@@ -284,7 +262,7 @@ class GenerationConfig:
             confidence_threshold=reader.number("confidence_threshold", cls.confidence_threshold),
             eos_token_ids=reader.token_ids("eos_token_id"),
         )
-        _warn_unknown(
+        warn_unknown(
             [*reader.unknown(_IGNORED_GENERATION_KEYS), *sampler.unknown(frozenset())],
             "generation_config.json",
         )
@@ -294,66 +272,22 @@ class GenerationConfig:
         """A copy with the changes that are not None, checked again."""
         given = {name: value for name, value in changes.items() if value is not None}
         for name, value in given.items():
-            kind = type(getattr(self, name))
-            if kind is float:
-                given[name] = _number(value, name)
-            elif kind is int:
-                given[name] = _integer(value, name)
+            current = getattr(self, name)
+            if isinstance(current, float):
+                given[name] = to_number(value, name)
+            elif isinstance(current, int):
+                given[name] = to_integer(value, name)
         return dataclasses.replace(self, **given)
 
 
-class _Reader:
-    """Typed access to one JSON object that remembers which keys were asked for."""
-
-    def __init__(self, raw: Mapping[str, Any], where: str) -> None:
-        self.raw = raw
-        self.where = where
-        self.asked: set[str] = set()
-
-    def value(self, key: str) -> Any:
-        self.asked.add(key)
-        return self.raw.get(key)
-
-    def integer(self, key: str, default: int) -> int:
-        value = self.value(key)
-        return default if value is None else _integer(value, f"{self.where}.{key}")
-
-    def required_integer(self, key: str) -> int:
-        value = self.value(key)
-        if value is None:
-            raise ConfigError(f"{self.where} lacks {key}; every DiffusionGemma layer has experts")
-        return _integer(value, f"{self.where}.{key}")
-
-    def optional_integer(self, key: str, default: int | None = None) -> int | None:
-        value = self.value(key)
-        return default if value is None else _integer(value, f"{self.where}.{key}")
-
-    def number(self, key: str, default: float) -> float:
-        value = self.value(key)
-        return default if value is None else _number(value, f"{self.where}.{key}")
-
-    def token_ids(self, key: str) -> tuple[int, ...]:
-        """An id, a list of ids, or nothing."""
-        value = self.value(key)
-        if value is None:
-            return ()
-        items = cast("list[Any]", value) if isinstance(value, list) else [value]
-        return tuple(_integer(item, f"{self.where}.{key}") for item in items)
-
-    def unknown(self, ignored: frozenset[str]) -> list[str]:
-        return [key for key in self.raw if key not in self.asked and key not in ignored]
-
-
-def _read_layers(text: _Reader) -> tuple[LayerConfig, ...]:
+def _read_layers(text: JsonReader) -> tuple[LayerConfig, ...]:
     """The per-layer geometry, from `per_layer_config` or from `global_head_dim` and its kin."""
     kinds = _read_layer_kinds(text)
     head_dim = text.integer("head_dim", 256)
     kv_heads = text.integer("num_key_value_heads", 4)
     global_head_dim = text.integer("global_head_dim", 512)
     global_kv_heads = text.integer("num_global_key_value_heads", kv_heads)
-    overrides = text.value("per_layer_config")
-    if overrides is not None and not isinstance(overrides, Mapping):
-        raise ConfigError("text_config.per_layer_config must map layer numbers to objects")
+    overrides = text.mapping("per_layer_config")
     ropes = _read_ropes(text)
     layers: list[LayerConfig] = []
     for index, kind in enumerate(kinds):
@@ -362,9 +296,9 @@ def _read_layers(text: _Reader) -> tuple[LayerConfig, ...]:
             if kind == FULL:
                 dim, heads = global_head_dim, global_kv_heads
         else:
-            table = cast(Mapping[str, Any], overrides)
-            entry = table.get(str(index), cast(Any, table).get(index)) or table.get(kind) or {}
-            reader = _Reader(cast(Mapping[str, Any], entry), f"per_layer_config[{index}]")
+            table = JsonReader(overrides, "per_layer_config")
+            entry = table.mapping(str(index)) or table.mapping(kind) or {}
+            reader = JsonReader(entry, f"per_layer_config.{index}")
             dim = reader.integer("head_dim", dim)
             heads = reader.integer("num_key_value_heads", heads)
         layers.append(
@@ -375,15 +309,18 @@ def _read_layers(text: _Reader) -> tuple[LayerConfig, ...]:
     return tuple(layers)
 
 
-def _read_layer_kinds(text: _Reader) -> list[LayerKind]:
+def _read_layer_kinds(text: JsonReader) -> list[LayerKind]:
     count = text.integer("num_hidden_layers", 30)
+    require(count <= _MOST_LAYERS, "num_hidden_layers", count, f"at most {_MOST_LAYERS}")
     raw = text.value("layer_types")
     if raw is None:
         kinds: list[Any] = [
             FULL if (i + 1) % SLIDING_PATTERN == 0 else SLIDING for i in range(count)
         ]
+    elif isinstance(raw, list):
+        kinds = [*cast("list[Any]", raw)]
     else:
-        kinds = list(raw)
+        raise ConfigError("text_config.layer_types must be a list with one kind for each layer")
     if len(kinds) != count:
         raise ConfigError(f"layer_types names {len(kinds)} layers, num_hidden_layers says {count}")
     for index, kind in enumerate(kinds):
@@ -401,13 +338,10 @@ def _read_layer_kinds(text: _Reader) -> list[LayerKind]:
     return kinds
 
 
-def _read_ropes(text: _Reader) -> dict[LayerKind, Mapping[str, Any]]:
-    raw = text.value("rope_parameters")
-    if raw is None:
-        return {kind: value for kind, value in _DEFAULT_ROPE.items()}
-    if not isinstance(raw, Mapping):
-        raise ConfigError(f"rope_parameters is {raw!r}, but must be an object per layer kind")
-    table = cast(Mapping[str, Any], raw)
+def _read_ropes(text: JsonReader) -> dict[LayerKind, Mapping[str, Any]]:
+    table = text.mapping("rope_parameters")
+    if table is None:
+        return {**_DEFAULT_ROPE}
     ropes: dict[LayerKind, Mapping[str, Any]] = {}
     for kind in (SLIDING, FULL):
         entry = table.get(kind)
@@ -421,12 +355,14 @@ def _read_ropes(text: _Reader) -> dict[LayerKind, Mapping[str, Any]]:
 
 
 def _rope(raw: Mapping[str, Any], head_dim: int) -> Rope:
-    reader = _Reader(raw, "rope_parameters")
+    reader = JsonReader(raw, "rope_parameters")
     kind = reader.value("rope_type") or "default"
     theta = reader.number("rope_theta", 1e4)
     factor = reader.number("partial_rotary_factor", 1.0)
-    _require(theta > 0, "rope_theta", theta, "above 0")
-    _require(0 < factor <= 1, "partial_rotary_factor", factor, "above 0 and at most 1")
+    require(theta > 0, "rope_theta", theta, "above 0")
+    require(0 < factor <= 1, "partial_rotary_factor", factor, "above 0 and at most 1")
+    scaling = reader.number("factor", 1.0)
+    require(scaling == 1, "rope_parameters.factor", scaling, "1; scaled positions are unknown here")
     if kind == "default":
         if factor != 1.0:
             raise ConfigError("partial_rotary_factor needs rope_type 'proportional'")
@@ -436,12 +372,23 @@ def _rope(raw: Mapping[str, Any], head_dim: int) -> Rope:
     raise ConfigError(f"rope_type {kind!r} is unknown; known are 'default' and 'proportional'")
 
 
+def _special_token(top: JsonReader, text: JsonReader, key: str, default: int) -> int | None:
+    """The top level's token before the text model's; absent in both: the default, null: None."""
+    value = top.optional_integer(key, text.optional_integer(key))
+    absent = key not in top.raw and key not in text.raw
+    return default if value is None and absent else value
+
+
+def _end_tokens(top: JsonReader, text: JsonReader) -> tuple[int, ...]:
+    """Both levels' tokens together: each may be an id or a list, and neither hides the other's."""
+    key = "eos_token_id"
+    absent = key not in top.raw and key not in text.raw
+    return (1,) if absent else union(text.token_ids(key), top.token_ids(key))
+
+
 def _check_model_type(raw: Mapping[str, Any]) -> None:
     found = raw.get("model_type")
     if found == MODEL_TYPE:
-        return
-    text = raw.get("text_config")
-    if found is None and isinstance(text, Mapping) and "canvas_length" in raw:
         return
     hint = ""
     if isinstance(found, str) and found.startswith("gemma"):
@@ -450,7 +397,7 @@ def _check_model_type(raw: Mapping[str, Any]) -> None:
     raise ConfigError(f"config.json has {shown}; supported is {MODEL_TYPE!r}{hint}")
 
 
-def _reject_unsupported(top: _Reader, text: _Reader) -> None:
+def _reject_unsupported(top: JsonReader, text: JsonReader) -> None:
     activation = text.value("hidden_activation")
     if activation not in (None, "gelu_pytorch_tanh"):
         raise ConfigError(f"hidden_activation {activation!r} is unknown; known: gelu_pytorch_tanh")
@@ -462,42 +409,4 @@ def _reject_unsupported(top: _Reader, text: _Reader) -> None:
     if bidirectional not in (None, "vision"):
         raise ConfigError(
             f"use_bidirectional_attention {bidirectional!r} is not supported; use 'vision' or null"
-        )
-
-
-def _integer(value: Any, name: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ConfigError(f"{name} is {value!r}, but must be an integer")
-    if not math.isfinite(value) or int(value) != value:
-        raise ConfigError(f"{name} is {value!r}, but must be an integer")
-    return int(value)
-
-
-def _number(value: Any, name: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise ConfigError(f"{name} is {value!r}, but must be a finite number")
-    return float(value)
-
-
-def _require(condition: bool, name: str, value: object, fix: str) -> None:
-    if not condition:
-        raise ConfigError(f"{name} is {value!r}, but must be {fix}")
-
-
-def _union(*groups: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(token for group in groups for token in group))
-
-
-_warned: set[tuple[str, tuple[str, ...]]] = set()
-
-
-def _warn_unknown(keys: list[str], where: str) -> None:
-    """One warning for all unknown keys of a file, once a process."""
-    mark = (where, tuple(sorted(keys)))
-    if keys and mark not in _warned:
-        _warned.add(mark)
-        warnings.warn(
-            f"{where} has {len(keys)} unknown key(s), ignored: {', '.join(sorted(keys)[:5])}",
-            DgemmaWarning,
-            stacklevel=3,
         )
