@@ -89,6 +89,7 @@ class TextOutput:
             return
         stream = _stdout()
         encoding = stream.encoding or "utf-8"
+        self._last = piece[-1]  # first, because an interrupt may come right behind the writing
         try:
             stream.write(piece.encode(encoding, "replace").decode(encoding))
             stream.flush()
@@ -97,7 +98,6 @@ class TextOutput:
         except OSError as error:
             reason = error.strerror or str(error)
             raise OutputError(f"cannot write to standard output: {reason}") from error
-        self._last = piece[-1]
 
 
 def _stdout() -> TextIO:

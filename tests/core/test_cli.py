@@ -279,6 +279,8 @@ def assert_failed(done: Outcome, status: int) -> None:
         (["generate", "hi", "--verify", "exact"], "--mode hybrid"),
         (["generate", "hi", "--typical-threshold", "0.5"], "--verify typical"),
         (["chat", "--json"], "--json"),
+        (["bench", "--prompts", "/no/such/file"], "/no/such/file"),
+        (["bench", "--out", "/no/such/folder/out"], "/no/such/folder/out"),
     ],
 )
 def test_wrong_usage_is_one_line_and_status_2(argv: list[str], names: str, dgemma_command: Command):

@@ -38,7 +38,7 @@ def name_of(requirement: str) -> str:
 def constraints() -> dict[str, str]:
     lines = (ROOT / ".ci" / "constraints.txt").read_text("utf-8").splitlines()
     pins = [line.partition("#")[0].strip() for line in lines]
-    return dict(pin.split("==") for pin in pins if pin)
+    return {name_of(pin): pin.split("==")[1] for pin in pins if pin}
 
 
 def test_the_version_is_said_once():

@@ -142,7 +142,7 @@ def load_model(args: argparse.Namespace) -> Model:
 
     Raises `BackendError` where the backend's framework is missing or broken.
     """
-    backend = backend_of(args)
+    backend = args.backend or default_backend()
     settings: dict[str, Any] = {
         name: getattr(args, name) for name in _LOAD_SETTINGS if getattr(args, name) is not None
     }
@@ -160,10 +160,8 @@ def load_model(args: argparse.Namespace) -> Model:
         ) from error
 
 
-def backend_of(args: argparse.Namespace) -> str:
-    """The backend asked for, or the one that suits this machine; imports neither."""
-    if args.backend is not None:
-        return args.backend
+def default_backend() -> str:
+    """The backend to use where none was asked for; imports nothing."""
     found = sys.platform == "darwin" or importlib.util.find_spec("mlx") is not None
     return "mlx" if found else "cuda"
 
