@@ -136,19 +136,12 @@ class Head:
             masses.append(_per_tile(mass, mx.sum))
             weighted.append(_per_tile(mass * relative, mx.sum))
             soft.add(part, mass, start, stop)
-        mass = mx.concatenate(masses)
+        sums = [maxima, mx.concatenate(masses), mx.concatenate(weighted)]
         target = self._at(shaped, wanted.targets)
         embedding = soft.result()
-        mx.eval(maxima, mass, mx.concatenate(weighted), target, shaped, embedding or [])
-        return self._finish(
-            shaped,
-            np.array(maxima).T,
-            np.array(mass).T,
-            np.array(mx.concatenate(weighted)).T,
-            np.array(target),
-            wanted,
-            embedding,
-        )
+        mx.eval(sums, target, shaped, [] if embedding is None else embedding)
+        per_tile = [np.array(array).T for array in sums]
+        return self._finish(shaped, *per_tile, np.array(target), wanted, embedding)
 
     def _finish(
         self,
