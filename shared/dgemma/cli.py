@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import sys
 import warnings
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
@@ -27,7 +26,7 @@ from typing import Any, NoReturn
 from dgemma import __version__
 from dgemma.commands.flags import UsageError
 from dgemma.errors import DgemmaError
-from dgemma.terminal import OutputError, abandon_stdout, say
+from dgemma.terminal import OutputError, abandon_stdout, flush_stdout, say
 
 COMMANDS = {
     "generate": ("dgemma.commands.generate", "write one reply to a prompt"),
@@ -108,7 +107,9 @@ def _add_version(parser: argparse.ArgumentParser) -> None:
 def _run(parser: Parser, argv: Sequence[str] | None) -> int:
     with _one_line_warnings():
         try:
-            return _finish(_parse_and_run(parser, argv))
+            status = _parse_and_run(parser, argv)
+            flush_stdout()
+            return status
         except UsageError as error:
             say(f"error: {error}")
             return _USAGE
@@ -133,13 +134,6 @@ def _parse_and_run(parser: Parser, argv: Sequence[str] | None) -> int:
     except SystemExit:  # --help or --version, which have printed
         return _DONE
     return args.run(args)
-
-
-def _finish(status: int) -> int:
-    """Flushes standard output while a failure can still be answered for."""
-    if sys.stdout is not None:  # pyright: ignore[reportUnnecessaryComparison]
-        sys.stdout.flush()
-    return status
 
 
 @contextmanager

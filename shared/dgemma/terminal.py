@@ -11,6 +11,8 @@ from __future__ import annotations
 import os
 import sys
 import unicodedata
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import TextIO
 
 from dgemma.errors import DgemmaError
@@ -90,14 +92,24 @@ class TextOutput:
         stream = _stdout()
         encoding = stream.encoding or "utf-8"
         self._last = piece[-1]  # first, because an interrupt may come right behind the writing
-        try:
+        with _failing_as_output_error():
             stream.write(piece.encode(encoding, "replace").decode(encoding))
             stream.flush()
-        except BrokenPipeError:
-            raise
-        except OSError as error:
-            reason = error.strerror or str(error)
-            raise OutputError(f"cannot write to standard output: {reason}") from error
+
+
+def flush_stdout() -> None:
+    """Writes what is buffered. Raises `OutputError`, or `BrokenPipeError` when nobody reads."""
+    if sys.stdout is not None:  # pyright: ignore[reportUnnecessaryComparison]
+        with _failing_as_output_error():
+            sys.stdout.flush()
+
+
+def abandon_stdout() -> None:
+    """Points standard output at nothing, so that the interpreter's last flush cannot fail."""
+    if sys.stdout is not None:  # pyright: ignore[reportUnnecessaryComparison]
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, sys.stdout.fileno())
+        os.close(nothing)
 
 
 def _stdout() -> TextIO:
@@ -106,8 +118,12 @@ def _stdout() -> TextIO:
     return sys.stdout
 
 
-def abandon_stdout() -> None:
-    """Points standard output at nothing, so that the interpreter's last flush cannot fail."""
-    nothing = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nothing, sys.stdout.fileno())
-    os.close(nothing)
+@contextmanager
+def _failing_as_output_error() -> Generator[None]:
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise OutputError(f"cannot write to standard output: {reason}") from error

@@ -82,8 +82,9 @@ def test_a_turn_that_fails_is_forgotten_at_a_terminal(chat: Chat):
     model = ScriptedModel("four", context=96)
     status, out, err = chat(model, "one", "word " * 200, "two", terminal=True)
     assert (status, out) == (0, "four\nfour\n")
-    assert err.count("\n") == 1
-    assert err.startswith("dgemma: error: ")
+    assert err.startswith("> > dgemma: error: ")
+    assert err.endswith("\n> > \n")
+    assert err.count("\n") == 2
     assert "word" not in model.prompts[-1]
 
 
@@ -113,7 +114,7 @@ def test_an_interrupted_reply_is_forgotten_at_a_terminal(
     interrupt_at(1, model, monkeypatch)
     status, out, err = chat(model, "one", "stopped", "two", terminal=True)
     assert (status, out) == (0, "four\nfour\n")
-    assert err == "dgemma: interrupted; this turn is forgotten\n"
+    assert err == "> > dgemma: interrupted; this turn is forgotten\n> > \n"
     assert "stopped" not in model.prompts[-1]
 
 

@@ -384,6 +384,24 @@ def test_a_full_disk_is_one_line():
     assert done.stderr.count(b"\n") == 1
 
 
+@pytest.mark.skipif(os.name == "nt", reason="needs a POSIX shell")
+@pytest.mark.parametrize("closed", ["1", "2"])
+def test_closed_streams_are_no_defect(closed: str):
+    command = f'"$0" -c "$1" hi --watch {closed}>&-'
+    done = subprocess.run(
+        ["/bin/sh", "-c", command, sys.executable, script("ScriptedModel('yes')")],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        check=False,
+    )
+    if closed == "1":
+        assert (done.returncode, done.stdout) == (1, b"")
+        assert done.stderr.splitlines()[-1].endswith(b"it is closed")
+        assert b"Traceback" not in done.stderr
+    else:
+        assert (done.returncode, done.stdout, done.stderr) == (0, b"yes\n", b"")
+
+
 @pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals")
 def test_an_interrupt_keeps_what_is_final():
     with python(script(f"ScriptedModel({LONG * 9!r}, delay_s=0.2)"), "hi", "--quiet") as process:

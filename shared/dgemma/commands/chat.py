@@ -9,8 +9,9 @@ Not here: how a reply is shown (`commands/generate.py`), the template (`chat.py`
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import TYPE_CHECKING
 
 from dgemma.commands.flags import (
@@ -62,6 +63,9 @@ class Conversation:
 
     def run(self) -> None:
         """Reads and answers until the input ends or /exit."""
+        if self._interactive:
+            with suppress(ImportError):  # `input` then edits lines and remembers them
+                importlib.import_module("readline")
         while (line := self._read()) is not None:
             if line.startswith("/"):
                 if line == "/exit":
@@ -74,17 +78,22 @@ class Conversation:
         if sys.stdin is None:  # pyright: ignore[reportUnnecessaryComparison]
             return None
         try:
-            # `input` edits lines at a terminal; elsewhere its prompt would end up in the text.
-            return input("> " if self._interactive and sys.stdout.isatty() else "").strip()
-        except EOFError:
-            return None
-        except KeyboardInterrupt:
-            if not self._interactive:
+            return input(self._prompt()).strip()
+        except (EOFError, KeyboardInterrupt) as ending:
+            if self._interactive:
+                print(file=sys.stderr)  # behind the prompt
+            elif isinstance(ending, KeyboardInterrupt):
                 raise
-            print(file=sys.stderr)
             return None
         except UnicodeDecodeError as error:
             raise PromptError(f"standard input is not UTF-8 text (byte {error.start})") from error
+
+    def _prompt(self) -> str:
+        """What `input` shows; where that would end up in the text, standard error shows it."""
+        if not self._interactive or sys.stdout.isatty():
+            return "> " if self._interactive else ""
+        print("> ", end="", file=sys.stderr, flush=True)
+        return ""
 
     def _obey(self, line: str) -> None:
         word, _, argument = line.partition(" ")

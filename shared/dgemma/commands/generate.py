@@ -99,7 +99,7 @@ def show(
 
     with ExitStack() as stack:
         view = None
-        if args.watch:
+        if args.watch and sys.stderr is not None:  # pyright: ignore[reportUnnecessaryComparison]
             from dgemma.view import open_view
 
             view = open_view(model.tokenizer, model.end_tokens, sys.stderr)
