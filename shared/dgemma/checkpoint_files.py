@@ -175,3 +175,18 @@ def _numbering_gaps(names: list[str]) -> tuple[str, ...]:
             if name not in names and name not in gaps:
                 gaps.append(name)
     return tuple(gaps)
+
+
+def missing_files(folder: Path) -> list[str]:
+    """Files a usable checkpoint folder has and this one lacks; [] where it looks complete.
+
+    Looks at names only: contents are checked on opening.
+    """
+    names = sorted(path.name for path in folder.iterdir() if path.is_file())
+    missing = [name for name in ("config.json", "tokenizer.json") if name not in names]
+    if INDEX in names:
+        wanted = sorted(set(_read_index(folder / INDEX).values()))
+        return missing + [name for name in wanted if name not in names]
+    if any(name.endswith(".safetensors") for name in names):
+        return missing + list(_numbering_gaps(names) if SINGLE not in names else ())
+    return [*missing, SINGLE]

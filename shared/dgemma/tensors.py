@@ -10,6 +10,7 @@ vision tower: its tensors are recognised by their prefix and kept.
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from typing import Literal
@@ -120,6 +121,11 @@ def _layer_tensors(config: ModelConfig, index: int) -> dict[str, Shape]:
         "experts.gate_up_proj": (experts, 2 * inner, hidden),  # rows: all gate, then all up
         "experts.down_proj": (experts, hidden, inner),
     }
+
+
+def parameters(config: ModelConfig) -> dict[str, int]:
+    """Numbers in each tensor the text model needs, whatever they are packed into."""
+    return {name: math.prod(shape) for name, shape in expected_tensors(config).items()}
 
 
 def place(stored: str) -> Placement | None:
