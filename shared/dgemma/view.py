@@ -117,7 +117,7 @@ class LiveView(View):
         self._console = console
         self._clock = clock
         self._drawn_at = float("-inf")
-        self._committed = ""
+        self._final = ""
         self._live = Live(
             console=console,
             auto_refresh=False,
@@ -137,22 +137,27 @@ class LiveView(View):
 
     def show(self, event: StreamEvent) -> None:
         if isinstance(event, Text):
-            self._committed += event.text
-        elif isinstance(event, DraftText) and self._clock() - self._drawn_at >= REFRESH_S:
+            self._final += event.text
+        elif not isinstance(event, DraftText):
+            return
+        if self._clock() - self._drawn_at >= REFRESH_S:
             self._drawn_at = self._clock()
-            self._live.update(self._screen(event.draft), refresh=True)
+            draft = event.draft if isinstance(event, DraftText) else None
+            self._live.update(self._screen(draft), refresh=True)
 
-    def _screen(self, draft: Draft) -> RichText:
-        """The whole picture, at most one line lower than the screen."""
+    def _screen(self, draft: Draft | None) -> RichText:
+        """The picture, with a line of the screen to spare; without a draft, the text alone."""
         from rich.text import Text as RichText
 
         width, height = self._console.size
         room = max(1, height - 1)
+        final = RichText(printable(self._final))
+        if draft is None:
+            return RichText("\n").join(self._wrap(final, width)[-room:])
         head = self._wrap(self._header(draft), width)[: max(1, room // 3)]
         room -= len(head)
         if not room:
             return RichText("\n").join(head)
-        final = RichText(printable(self._committed))
         canvas = canvas_text(draft, self._tokenizer, self._end_tokens)
         lines = self._wrap(final + canvas, width)
         # The canvas from its first line on; above it what is final, as far as there is room.

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from regenerate_readme import README, regenerated
+from scripted_model import ScriptedModel, install
 
 import dgemma
 from dgemma.errors import DgemmaError
@@ -79,6 +80,17 @@ def test_the_readmes_help_is_the_parsers():
     """
     text = README.read_text("utf-8")
     assert text.split() == regenerated(text).split()
+
+
+def test_the_readmes_python_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    found = re.search(r"```python\n(.+?)```", README.read_text("utf-8"), re.DOTALL)
+    assert found
+    monkeypatch.setitem(sys.modules, "mlx_dgemma", None)
+    install(ScriptedModel("yes", context=64))
+    exec(compile(found[1], "README.md", "exec"), {})
+    assert capsys.readouterr().out.startswith("yes stop 7 2\n")
 
 
 def test_every_error_for_users_is_a_dgemma_error():

@@ -206,6 +206,11 @@ def test_final_text_scrolls_away_above_a_canvas_that_fits():
     assert [line.strip() for line in lines[2:]] == ["old", "old", "old", "new", "canvas"]
 
 
+def test_text_without_drafts_is_shown_as_it_comes():
+    """Autoregressive decoding has no canvas to show."""
+    assert frame(Names(), Text(text="one "), Text(text="two"))[-1].strip() == "one two"
+
+
 def test_a_live_view_leaves_the_screen_as_it_was():
     view, screen, clock = live(Names("canvas", "<end>", "\n"))
     with view:
