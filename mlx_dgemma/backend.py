@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import cast
 
 import mlx.core as mx
 import numpy as np
 
-from dgemma.backend import Backend, Conditioning, Denoise, Extend, Prefix, Statistics, Work
+from dgemma.backend import Backend, Denoise, Extend, Prefix, Statistics, Work
 from dgemma.errors import ConfigError
 from mlx_dgemma import experts
 from mlx_dgemma.cache import MlxPrefix
@@ -56,7 +55,8 @@ class MlxBackend(Backend):
         float32 logits that exist at once. Raises `ConfigError` for values that cannot be, and what
         `load_weights` raises.
         """
-        for key, value in (("prefill_chunk", prefill_chunk), ("logits_tile_bytes", logits_tile_bytes)):
+        sizes = {"prefill_chunk": prefill_chunk, "logits_tile_bytes": logits_tile_bytes}
+        for key, value in sizes.items():
             if value < 1:
                 raise ConfigError(f"{key} is {value}, but must be at least 1")
         worker = Worker("mlx-dgemma")
@@ -116,7 +116,7 @@ class MlxBackend(Backend):
         return self._worker.run(self._denoise, rows)
 
     def diagnose(self, work: Work) -> str:
-        """The first layer, or what comes before and after the layers, that gives NaN or infinity."""
+        """The first layer, or stage before or after the layers, that gives NaN or infinity."""
         return self._worker.run(self._diagnose, work)
 
     def peak_memory_bytes(self) -> int | None:
@@ -207,18 +207,18 @@ class MlxBackend(Backend):
             _check("the final norm", hidden)
             for row in range(hidden.shape[0]):
                 _check("the logits", self._head.logits(hidden[row : row + 1]))
-        except _NotFinite as found:
+        except _NotFiniteError as found:
             return str(found)
         return ""
 
 
-class _NotFinite(Exception):
+class _NotFiniteError(Exception):
     """Carries the name of the first value that is not finite."""
 
 
 def _check(name: str, value: mx.array) -> None:
     if not mx.all(mx.isfinite(value)).item():
-        raise _NotFinite(name)
+        raise _NotFiniteError(name)
 
 
 def _own_prefix(prefix: Prefix) -> MlxPrefix:
@@ -228,7 +228,7 @@ def _own_prefix(prefix: Prefix) -> MlxPrefix:
 
 
 def _own_conditioning(row: Denoise) -> mx.array | None:
-    given = cast("Conditioning | None", row.conditioning)
+    given = row.conditioning
     if given is not None and given.shape[0] != len(row.canvas):
         raise ValueError(
             f"conditioning of {given.shape[0]} positions for a canvas of {len(row.canvas)}"

@@ -63,7 +63,7 @@ class LoopedExperts:
 
     def __call__(self, x: mx.array, chosen: mx.array, weights: mx.array) -> mx.array:
         order, tokens, experts = _sort(chosen)
-        hit, firsts = np.unique(np.array(experts), return_index=True)
+        hit, firsts = np.unique(np.array(experts, dtype=np.int64), return_index=True)
         bounds = [*firsts.tolist(), experts.size]
         rows = x[tokens]
         parts: list[mx.array] = []
@@ -101,12 +101,10 @@ def _sort(chosen: mx.array) -> tuple[mx.array, mx.array, mx.array]:
 def _gathered(stack: Dense | Quantized, x: mx.array, experts: mx.array) -> mx.array:
     if isinstance(stack, Quantized):
         return stack.gathered(x, experts)
-    return mx.gather_mm(
-        x, stack.array.swapaxes(-1, -2), rhs_indices=experts, sorted_indices=True
-    )
+    return mx.gather_mm(x, stack.array.swapaxes(-1, -2), rhs_indices=experts, sorted_indices=True)
 
 
 def _combine(out: mx.array, order: mx.array, weights: mx.array, dtype: mx.Dtype) -> mx.array:
     """Weighted sum over each token's experts: sorted rows [N * k, D] to [N, D]."""
-    by_token = out[mx.argsort(order)].reshape(*weights.shape, -1)
+    by_token = mx.reshape(out[mx.argsort(order)], (*weights.shape, -1))
     return mx.sum(by_token * weights[..., None], axis=1).astype(dtype)

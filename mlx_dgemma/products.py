@@ -229,6 +229,11 @@ class Matrix:
         return self.stored.take(ids).astype(self.dtype)
 
 
+def run(*arrays: mx.array | None) -> None:
+    """Evaluates arrays now; None is nothing to do."""
+    mx.eval(*[array for array in arrays if array is not None])  # pyright: ignore[reportUnknownMemberType]
+
+
 def transposed32(x: mx.array) -> mx.array:
     """`x.T` in float32, laid out row by row, as the right operand of a product."""
     return mx.contiguous(x.astype(mx.float32).T)

@@ -14,14 +14,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import mlx.core as mx
-import numpy as np
 from numpy.typing import NDArray
 
 from dgemma.config import LayerConfig, ModelConfig
 from dgemma.errors import CheckpointError, ConfigError, DgemmaWarning
 from mlx_dgemma.experts import Experts, ExpertWeights, choose_experts
 from mlx_dgemma.layers import Mlp, Router
-from mlx_dgemma.products import Dense, Matrix, Quantized
+from mlx_dgemma.products import Dense, Matrix, Quantized, run
 
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
 _STORED_FLOATS = {"F32": mx.float32, "BF16": mx.bfloat16, "F16": mx.float16}
@@ -40,12 +39,6 @@ class QuantizedInfo(Protocol):
     def mode(self) -> str: ...
 
 
-class Quantization(Protocol):
-    """Which modules are packed."""
-
-    def of(self, module_path: str, /) -> QuantizedInfo | None: ...
-
-
 class TensorInfo(Protocol):
     """What is known of a tensor before it is read."""
 
@@ -61,9 +54,9 @@ class Source(Protocol):
     @property
     def config(self) -> ModelConfig: ...
     @property
-    def tensors(self) -> Mapping[str, Any]: ...
+    def tensors(self) -> Mapping[str, TensorInfo]: ...
     @property
-    def quantization(self) -> Quantization: ...
+    def quantized(self) -> Mapping[str, QuantizedInfo]: ...
 
     def read(self, name: str, /) -> NDArray[Any]: ...
 
@@ -141,7 +134,7 @@ class _Loader:
         elif dtype in DTYPES:
             self.dtype = DTYPES[dtype]
         else:
-            raise ConfigError(f"dtype {dtype!r} is unknown; use one of {', '.join(DTYPES)}, or None")
+            raise ConfigError(f"dtype {dtype!r} is unknown; use {', '.join(DTYPES)} or None")
         if self.dtype == mx.float16 and stored == "BF16":
             warnings.warn(
                 "float16 was asked of a bfloat16 checkpoint: values above 65504 become infinite; "
@@ -201,7 +194,7 @@ class _Loader:
 
     def stored(self, path: str, suffix: str = ".weight") -> Dense | Quantized:
         """The module at `path`: packed, or dense under `path + suffix`."""
-        packed = self.source.quantization.of(path)
+        packed = self.source.quantized.get(path)
         if packed is None:
             return Dense(self.dense(path + suffix))
         biases = self.dense(f"{path}.biases") if packed.mode == "affine" else None
@@ -226,7 +219,7 @@ class _Loader:
             if array.dtype == mx.uint16:
                 array = array.view(_STORED_FLOATS[stored])
             array = array.astype(mx.float32 if wide else self.dtype)
-        mx.eval(array)
+        run(array)
         return array
 
     def _info(self, name: str) -> TensorInfo:
@@ -234,8 +227,3 @@ class _Loader:
         if info is None:
             raise CheckpointError(f"the checkpoint lacks the tensor {name}; fetch it again")
         return info
-
-
-def expected_bytes(shape: tuple[int, ...], dtype: mx.Dtype) -> int:
-    """Bytes of a dense array."""
-    return int(np.prod(shape)) * dtype.size

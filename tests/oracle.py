@@ -157,7 +157,7 @@ class MemoryCheckpoint:
 
     config: ModelConfig
     arrays: dict[str, tuple[str, NDArray[Any]]]
-    packings: dict[str, Packing] = field(default_factory=dict)
+    quantized: dict[str, Packing] = field(default_factory=dict)
 
     @dataclass(frozen=True)
     class Info:
@@ -167,13 +167,6 @@ class MemoryCheckpoint:
     @property
     def tensors(self) -> Mapping[str, Info]:
         return {name: self.Info(dtype, array.shape) for name, (dtype, array) in self.arrays.items()}
-
-    @property
-    def quantization(self) -> MemoryCheckpoint:
-        return self
-
-    def of(self, module_path: str) -> Packing | None:
-        return self.packings.get(module_path)
 
     def read(self, name: str) -> NDArray[Any]:
         return self.arrays[name][1]
