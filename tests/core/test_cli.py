@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
 
@@ -180,6 +181,13 @@ def test_loading_settings_reach_the_backend(dgemma_command: Command):
         "logits_tile_bytes": 99,
         "strict": True,
     }
+
+
+def test_the_backend_takes_every_loading_flag():
+    import mlx_dgemma
+
+    flags = {"model", "revision", "dtype", "prefill_chunk", "logits_tile_bytes", "strict"}
+    assert set(inspect.signature(mlx_dgemma.load).parameters) == flags
 
 
 @pytest.mark.parametrize("mode", ["autoregressive", "hybrid"])
