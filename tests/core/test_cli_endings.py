@@ -43,6 +43,7 @@ def assert_failed(done: Outcome, status: int) -> None:
         (["generate", "hi", "--confidence", "0.5"], "--sampler confidence-threshold"),
         (["generate", "hi", "--verify", "exact"], "--mode hybrid"),
         (["generate", "hi", "--typical-threshold", "0.5"], "--verify typical"),
+        (["generate", "hi", "--revision", "main"], "--revision needs --model"),
         (["chat", "--json"], "--json"),
         (["bench", "--prompts", "/no/such/file"], "/no/such/file"),
         (["bench", "--out", "/no/such/folder/out"], "/no/such/folder/out"),

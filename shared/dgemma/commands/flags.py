@@ -140,8 +140,10 @@ def check_flags(args: argparse.Namespace) -> None:
 def load_model(args: argparse.Namespace) -> Model:
     """Loads the model on the backend asked for.
 
-    Raises `BackendError` where the backend's framework is missing or broken.
+    Raises `BackendError` where the backend's framework is missing or broken, and `UsageError`.
     """
+    if args.revision is not None and args.model is None:
+        raise UsageError("--revision needs --model")
     backend = args.backend or default_backend()
     settings: dict[str, Any] = {
         name: getattr(args, name) for name in _LOAD_SETTINGS if getattr(args, name) is not None
