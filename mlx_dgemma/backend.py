@@ -15,8 +15,8 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
-from dgemma.backend import Backend, Denoise, Extend, Prefix, Statistics, Work
-from dgemma.errors import ConfigError
+from dgemma.backend import Backend, Denoise, Extend, Float32, Int32, Prefix, Statistics, Work
+from dgemma.errors import BackendError, ConfigError
 from mlx_dgemma import experts
 from mlx_dgemma.cache import MlxPrefix
 from mlx_dgemma.model import MlxModel, Row, SavedWork
@@ -64,6 +64,8 @@ class MlxBackend(Backend):
         def build() -> tuple[MlxModel, Head]:
             on_gpu = mx.default_device().type == mx.DeviceType.gpu
             model = MlxModel(load_weights(checkpoint, dtype=dtype, on_gpu=on_gpu))
+            if on_gpu and (fault := _test_experts(model)):
+                raise BackendError(f"{fault}; update macOS and mlx, or run on the CPU")
             return model, Head(model, logits_tile_bytes)
 
         try:
@@ -128,13 +130,35 @@ class MlxBackend(Backend):
     def close(self) -> None:
         self._worker.close()
 
+    def logits(self, work: Work) -> Float32:
+        """Softcapped logits [R, V] of what `work` reads or of its canvas, at temperature 1.
+
+        For comparisons: everything else wants `extend` and `denoise`, which never hold so much. An
+        Extend is appended to its prefix as always.
+        """
+        return self._worker.run(self._logits, work)
+
+    def self_test(self) -> str:
+        """What is wrong with the chosen grouped product on this device, in words; "" if nothing."""
+        return self._worker.run(_test_experts, self._model)
+
     def _extend(self, rows: Sequence[Extend], prefixes: list[MlxPrefix]) -> list[Statistics | None]:
+        outputs = self._encode(rows, prefixes)
+        reading = [number for number, output in enumerate(outputs) if output is not None]
+        results: list[Statistics | None] = [None] * len(rows)
+        if reading:
+            hidden = mx.concatenate([out for out in outputs if out is not None])
+            counts = [len(rows[number].read) for number in reading]
+            found = self._head.statistics(hidden, [rows[number] for number in reading], counts)
+            for number, statistics in zip(reading, found, strict=True):
+                results[number] = statistics
+        return results
+
+    def _encode(self, rows: Sequence[Extend], prefixes: list[MlxPrefix]) -> list[mx.array | None]:
+        """The chunks of all rows; for each row the output [R, D] at `read`, None if it is empty."""
         done = [0] * len(rows)
         outputs: list[list[mx.array]] = [[] for _ in rows]
-        while True:
-            chosen = self._next_chunks(rows, done)
-            if not chosen:
-                break
+        while chosen := self._next_chunks(rows, done):
             chunk = [
                 Row(
                     prefixes[number],
@@ -153,15 +177,7 @@ class MlxBackend(Backend):
                     used += count
         for prefix, row in zip(prefixes, rows, strict=True):
             prefix.last_tokens = row.tokens
-        reading = [number for number, output in enumerate(outputs) if output]
-        results: list[Statistics | None] = [None] * len(rows)
-        if reading:
-            hidden = mx.concatenate([part for number in reading for part in outputs[number]])
-            counts = [len(rows[number].read) for number in reading]
-            found = self._head.statistics(hidden, [rows[number] for number in reading], counts)
-            for number, statistics in zip(reading, found, strict=True):
-                results[number] = statistics
-        return results
+        return [mx.concatenate(parts) if parts else None for parts in outputs]
 
     def _next_chunks(self, rows: Sequence[Extend], done: list[int]) -> list[tuple[int, int, int]]:
         """The next chunk of as many rows as fit one pass: (row, first token, end).
@@ -185,6 +201,17 @@ class MlxBackend(Backend):
             [_own_conditioning(row) for row in rows],
         )
         return self._head.statistics(hidden, rows, [len(row.canvas) for row in rows])
+
+    def _logits(self, work: Work) -> Float32:
+        prefix = _own_prefix(work.prefix)
+        if isinstance(work, Denoise):
+            row = Row(prefix, work.canvas)
+            hidden = self._model.denoise_hidden([row], [_own_conditioning(work)])
+        else:
+            (hidden,) = self._encode([work], [prefix])
+            if hidden is None:
+                return np.empty((0, self.config.vocab_size), np.float32)
+        return np.array(self._head.logits(hidden), dtype=np.float32)
 
     def _diagnose(self, work: Work) -> str:
         prefix = _own_prefix(work.prefix).fork()
@@ -212,6 +239,11 @@ class MlxBackend(Backend):
         return ""
 
 
+def _test_experts(model: MlxModel) -> str:
+    weights = model.weights
+    return experts.self_test(weights.layers[0].experts, weights.dtype)
+
+
 class _NotFiniteError(Exception):
     """Carries the name of the first value that is not finite."""
 
@@ -236,6 +268,6 @@ def _own_conditioning(row: Denoise) -> mx.array | None:
     return given
 
 
-def _within(read: np.ndarray, start: int, stop: int) -> np.ndarray:
+def _within(read: Int32, start: int, stop: int) -> Int32:
     """The offsets in `read` that lie in a chunk, counted from its start."""
     return read[(read >= start) & (read < stop)] - start

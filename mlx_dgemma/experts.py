@@ -35,6 +35,9 @@ class ExpertWeights:
 class Experts(Protocol):
     """The grouped products of one layer."""
 
+    @property
+    def weights(self) -> ExpertWeights: ...
+
     def __call__(self, x: mx.array, chosen: mx.array, weights: mx.array) -> mx.array:
         """x [N, D], chosen experts [N, k] and their float32 weights [N, k], to [N, D]."""
         ...
@@ -89,6 +92,27 @@ def reason_for(*, on_gpu: bool) -> str:
         "one product an expert: on the CPU gather_mm takes float32 only and was 2.3 times slower "
         "(8 times with OpenBLAS), gather_qmm adds up in the weights' dtype"
     )
+
+
+def self_test(kind: Experts, dtype: mx.Dtype) -> str:
+    """Compares a layer's grouped products with float32 products of its dense weights.
+
+    Every expert is used. A quantized gather over many experts was seen to be wrong on some GPUs and
+    right on others (ml-explore/mlx issue 3393). Returns what is wrong, in words; "" if nothing is.
+    """
+    count, _, width = kind.weights.gate_up.shape
+    rows = 2 * count
+    top_k = min(count, 2)
+    x = mx.reshape(mx.sin(mx.arange(rows * width)), (rows, width)).astype(dtype)
+    chosen = (mx.arange(rows)[:, None] * 7 + mx.arange(top_k)) % count
+    weights = mx.full((rows, top_k), 1.0 / top_k)
+    plain = LoopedExperts(kind.weights, widen=True)(x.astype(mx.float32), chosen, weights)
+    error = kind(x, chosen, weights).astype(mx.float32) - plain
+    ratio = mx.sqrt(mx.mean(error * error) / mx.mean(plain * plain)).item()
+    bound = 1e-4 if dtype == mx.float32 else 3e-2
+    if isinstance(ratio, float) and ratio <= bound:
+        return ""
+    return f"the grouped product of {count} experts is off by {ratio:.2g} on this device"
 
 
 def _sort(chosen: mx.array) -> tuple[mx.array, mx.array, mx.array]:
