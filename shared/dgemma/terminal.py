@@ -13,7 +13,7 @@ import sys
 import unicodedata
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import TextIO
+from typing import Literal, TextIO
 
 from dgemma.errors import DgemmaError
 
@@ -25,6 +25,11 @@ _UNPRINTABLE = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 
 class OutputError(DgemmaError, OSError):
     """Standard output that cannot be written."""
+
+
+def standard(name: Literal["stdin", "stdout", "stderr"]) -> TextIO | None:
+    """A standard stream; None where the process was started with it closed."""
+    return getattr(sys, name)
 
 
 def printable(text: str) -> str:
@@ -55,21 +60,24 @@ def one_line(message: object) -> str:
 
 def say(message: object) -> None:
     """Prints one "dgemma: ..." line on standard error, where there is one."""
-    if sys.stderr is not None:  # pyright: ignore[reportUnnecessaryComparison]
+    stream = standard("stderr")
+    if stream is not None:
         line = f"dgemma: {one_line(message)}"
-        encoding = sys.stderr.encoding or "utf-8"
-        print(line.encode(encoding, "replace").decode(encoding), file=sys.stderr, flush=True)
+        encoding = stream.encoding or "utf-8"
+        print(line.encode(encoding, "replace").decode(encoding), file=stream, flush=True)
 
 
 class TextOutput:
     """Standard output of one reply: pieces as they come, a newline at the end if it is missing.
 
-    With `hold`, pieces wait for `finish`: something else has the terminal until then. A character
-    that standard output's encoding lacks is written as "?".
+    With `hold`, something else has the terminal until `finish`: pieces meant for it wait, while a
+    pipe gets them at once all the same. A character that standard output's encoding lacks is
+    written as "?".
     """
 
     def __init__(self, *, hold: bool = False) -> None:
-        self._hold = hold
+        stream = standard("stdout")
+        self._hold = hold and stream is not None and stream.isatty()
         self._held: list[str] = []
         self._last = ""
 
@@ -89,7 +97,9 @@ class TextOutput:
     def _write(self, piece: str) -> None:
         if not piece:
             return
-        stream = _stdout()
+        stream = standard("stdout")
+        if stream is None:
+            raise OutputError("cannot write to standard output: it is closed")
         encoding = stream.encoding or "utf-8"
         self._last = piece[-1]  # first, because an interrupt may come right behind the writing
         with _failing_as_output_error():
@@ -99,23 +109,19 @@ class TextOutput:
 
 def flush_stdout() -> None:
     """Writes what is buffered. Raises `OutputError`, or `BrokenPipeError` when nobody reads."""
-    if sys.stdout is not None:  # pyright: ignore[reportUnnecessaryComparison]
+    stream = standard("stdout")
+    if stream is not None:
         with _failing_as_output_error():
-            sys.stdout.flush()
+            stream.flush()
 
 
 def abandon_stdout() -> None:
     """Points standard output at nothing, so that the interpreter's last flush cannot fail."""
-    if sys.stdout is not None:  # pyright: ignore[reportUnnecessaryComparison]
+    stream = standard("stdout")
+    if stream is not None:
         nothing = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nothing, sys.stdout.fileno())
+        os.dup2(nothing, stream.fileno())
         os.close(nothing)
-
-
-def _stdout() -> TextIO:
-    if sys.stdout is None:  # pyright: ignore[reportUnnecessaryComparison]
-        raise OutputError("cannot write to standard output: it is closed")
-    return sys.stdout
 
 
 @contextmanager

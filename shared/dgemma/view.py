@@ -7,7 +7,8 @@
 
 `LiveView` redraws in place with rich, on events only and at most 15 times a second, and wipes
 itself at the end: the text is printed once, on standard output. `PlainView` prints one line a step,
-for pipes, files and terminals that cannot move the cursor.
+for pipes, files and terminals that cannot move the cursor. `WaitingView` is for those who did not
+ask to watch: nothing but how far the first canvas is.
 
 Token texts come from a model and are made printable first: they cannot steer the terminal.
 
@@ -17,6 +18,7 @@ Not here: what a step decides (`sampler.py`), the final text (`reply.py`, `comma
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Callable, Set
 from contextlib import AbstractContextManager
@@ -67,11 +69,16 @@ class View(AbstractContextManager["View"]):
 
 def open_view(tokenizer: TokenNames, end_tokens: Set[int], stream: TextIO) -> View:
     """The best view `stream` can show: live on a terminal, else plain lines."""
-    if not stream.isatty() or os.environ.get("TERM", "") in ("dumb", "unknown"):
+    if not can_redraw(stream):
         return PlainView(stream)
     from rich.console import Console
 
     return LiveView(tokenizer, end_tokens, Console(file=stream, force_terminal=True))
+
+
+def can_redraw(stream: TextIO) -> bool:
+    """Whether `stream` is a terminal that can move the cursor."""
+    return stream.isatty() and os.environ.get("TERM", "") not in ("dumb", "unknown")
 
 
 def status(draft: Draft) -> str:
@@ -92,6 +99,34 @@ class PlainView(View):
     def show(self, event: StreamEvent) -> None:
         if isinstance(event, DraftText):
             print(status(event.draft), file=self._stream, flush=True)
+
+
+class WaitingView(View):
+    """One line that says how far the first canvas is, until the first text comes.
+
+    For terminals; the width is asked for at every step. Behind text there is no line to rewrite.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._waiting = True
+        self._shown = False
+
+    def show(self, event: StreamEvent) -> None:
+        if isinstance(event, DraftText) and self._waiting:
+            width = shutil.get_terminal_size().columns - 1
+            self._write(f"\r\x1b[2K{status(event.draft)[:width]}")
+            self._shown = True
+        elif isinstance(event, Text):
+            self.__exit__()
+
+    def __exit__(self, *exception: object) -> None:
+        if self._shown:
+            self._write("\r\x1b[2K")
+        self._waiting = self._shown = False
+
+    def _write(self, text: str) -> None:
+        print(text, end="", file=self._stream, flush=True)
 
 
 class LiveView(View):

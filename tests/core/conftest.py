@@ -17,13 +17,14 @@ if TYPE_CHECKING:
 def dgemma_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
     """Runs `dgemma ...` in this process; without a model, loading one fails the test."""
 
+    monkeypatch.setitem(sys.modules, "mlx_dgemma", None)
+
     def run(*argv: str, model: ScriptedModel | None = None, stdin: bytes = b"") -> Outcome:
         from scripted_model import install
 
         from dgemma import cli
 
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), "utf-8"))
-        monkeypatch.setitem(sys.modules, "mlx_dgemma", None)
         if model is not None:
             install(model)
         status = cli.main([*argv, "--backend", "mlx"] if "generate" in argv else argv)

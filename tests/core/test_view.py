@@ -15,7 +15,15 @@ from rich.console import Console
 from dgemma.decoders import Draft
 from dgemma.reply import DraftText, Text
 from dgemma.terminal import one_line, printable
-from dgemma.view import ENTROPY_SCALE, LiveView, PlainView, canvas_text, colour_of, open_view
+from dgemma.view import (
+    ENTROPY_SCALE,
+    LiveView,
+    PlainView,
+    WaitingView,
+    canvas_text,
+    colour_of,
+    open_view,
+)
 
 END = 1
 OWN = re.compile(r"\x1b\[(?:[0-9;]*m|\?25[lh])")
@@ -119,6 +127,19 @@ def test_a_plain_view_prints_one_line_a_step_and_no_escape():
         "canvas 0 step 3/48 mean entropy 0.41 accepted 2/3\n"
         "canvas 0 step 4/48 mean entropy 0.50 accepted 3/3\n"
     )
+
+
+def test_a_waiting_view_keeps_to_one_line_and_wipes_it_before_the_text():
+    stream = io.StringIO()
+    with WaitingView(stream) as view:
+        view.show(draft([0, 0, 0]))
+        view.show(draft([0, 0, 0], step=3))
+        lines, row = replay(stream.getvalue())
+        assert (row, lines) == (0, ["canvas 0 step 4/48 mean entropy 0.50 accepted 3/3"])
+        view.show(Text(text="final"))
+        assert replay(stream.getvalue()) == ([""], 0)
+        view.show(draft([0, 0, 0]))
+    assert replay(stream.getvalue()) == ([""], 0)
 
 
 class Terminal(io.StringIO):

@@ -23,7 +23,7 @@ from dgemma.commands.flags import (
 )
 from dgemma.commands.generate import add_output_flags, report, show
 from dgemma.errors import DgemmaError, PromptError
-from dgemma.terminal import say
+from dgemma.terminal import say, standard
 
 if TYPE_CHECKING:
     from dgemma.model import Model
@@ -59,7 +59,8 @@ class Conversation:
         self._args = args
         self._options = options
         self._messages: list[dict[str, str]] = []
-        self._interactive = sys.stdin is not None and sys.stdin.isatty()  # pyright: ignore[reportUnnecessaryComparison]
+        stdin = standard("stdin")
+        self._interactive = stdin is not None and stdin.isatty()
 
     def run(self) -> None:
         """Reads and answers until the input ends or /exit."""
@@ -75,7 +76,7 @@ class Conversation:
                 self._answer(line)
 
     def _read(self) -> str | None:
-        if sys.stdin is None:  # pyright: ignore[reportUnnecessaryComparison]
+        if standard("stdin") is None:
             return None
         try:
             return input(self._prompt()).strip()

@@ -20,13 +20,14 @@ from dgemma.commands.flags import (
     options_of,
 )
 from dgemma.errors import PromptError
-from dgemma.terminal import TextOutput, say
+from dgemma.terminal import TextOutput, say, standard
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
 
     from dgemma.model import Model
     from dgemma.reply import Reply, StreamEvent
+    from dgemma.view import View
 
 DESCRIPTION = (
     "Writes one reply to a prompt. The text goes to standard output and nothing else does; "
@@ -77,7 +78,7 @@ def read_prompt(argument: str) -> str:
             raise PromptError("the prompt is not UTF-8 text") from error
     else:
         source = "standard input"
-        if sys.stdin is None:  # pyright: ignore[reportUnnecessaryComparison]
+        if standard("stdin") is None:
             raise PromptError("the prompt should come from standard input, which is closed")
         try:
             prompt = sys.stdin.buffer.read().decode()
@@ -98,27 +99,36 @@ def show(
     from dgemma.reply import Reply, Text
 
     with ExitStack() as stack:
-        view = None
-        if args.watch and sys.stderr is not None:  # pyright: ignore[reportUnnecessaryComparison]
-            from dgemma.view import open_view
-
-            view = open_view(model.tokenizer, model.end_tokens, sys.stderr)
-        # A live view has the terminal to itself; a pipe gets the text at once all the same.
-        out = TextOutput(hold=view is not None and view.live and sys.stdout.isatty())
+        view = _view(model, args)
+        out = TextOutput(hold=view is not None and view.live)
         stack.callback(out.finish)
         if view is not None:
             stack.enter_context(view)
         stack.enter_context(closing(cast("Generator[StreamEvent]", events)))
         reply = None
         for event in events:
-            if isinstance(event, Text) and text:
-                out.write(event.text)
             if view is not None:
                 view.show(event)
+            if isinstance(event, Text) and text:
+                out.write(event.text)
             if isinstance(event, Reply):
                 reply = event
     assert reply is not None
     return reply
+
+
+def _view(model: Model, args: argparse.Namespace) -> View | None:
+    """What standard error shows of the drafts."""
+    from dgemma.view import WaitingView, can_redraw, open_view
+
+    stream = standard("stderr")
+    if stream is None:
+        return None
+    if args.watch:
+        return open_view(model.tokenizer, model.end_tokens, stream)
+    if not args.quiet and can_redraw(stream):
+        return WaitingView(stream)
+    return None
 
 
 def report(reply: Reply, *, quiet: bool) -> None:
