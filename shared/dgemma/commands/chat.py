@@ -91,8 +91,11 @@ class Conversation:
 
     def _prompt(self) -> str:
         """What `input` shows; where that would end up in the text, standard error shows it."""
-        if not self._interactive or sys.stdout.isatty():
-            return "> " if self._interactive else ""
+        if not self._interactive:
+            return ""
+        stdout = standard("stdout")
+        if stdout is not None and stdout.isatty():
+            return "> "
         print("> ", end="", file=sys.stderr, flush=True)
         return ""
 
