@@ -49,7 +49,9 @@ class ChatTemplate:
         try:
             self._template = environment.from_string(source)
         except (jinja2.TemplateError, RecursionError) as error:
-            raise CheckpointError(f"{where} is no valid chat template: {one_line(error)}") from error
+            raise CheckpointError(
+                f"{where} is no valid chat template: {one_line(error)}"
+            ) from error
         self._where = where
         self._named_tokens = dict(named_tokens or {})
 

@@ -9,7 +9,7 @@ Not here: loading weights (a backend's `load`), files (`checkpoint.py`), the scr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import Any, Unpack, cast
 
@@ -163,7 +163,7 @@ class Model:
                     raise event.error
                 yield event
 
-    def _run(self, plans: Sequence[Plan], options: Options) -> Iterator[tuple[int, StreamEvent]]:
+    def _run(self, plans: Sequence[Plan], options: Options) -> Generator[tuple[int, StreamEvent]]:
         """Runs plans as one batch; yields (index of the plan, event)."""
         self.backend.reset_peak_memory()
         scheduler = Scheduler(self.backend)

@@ -10,6 +10,7 @@ Not here: tokens (`tokenizer.py`), events (`reply.py`).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 from dgemma.errors import PromptError
 from dgemma.tokenizer import Tokenizer
@@ -64,7 +65,7 @@ class StopStrings:
         self.token_ids = token_ids
         """Stop strings that are control tokens: they never show as text."""
         self.found = False
-        self._held = ""
+        self._held: str = ""
 
     @classmethod
     def from_option(cls, option: object, tokenizer: Tokenizer) -> StopStrings:
@@ -76,7 +77,7 @@ class StopStrings:
             return cls()
         if not isinstance(option, Sequence) or isinstance(option, bytes):
             raise PromptError(f"stop is {option!r}, but must be a string or a list of strings")
-        items: Sequence[object] = [option] if isinstance(option, str) else option
+        items = cast("Sequence[object]", [option] if isinstance(option, str) else option)
         strings: list[str] = []
         token_ids: set[int] = set()
         for item in items:

@@ -63,7 +63,9 @@ class Tokenizer:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
-        return cls.from_text(text, named_tokens(read_json_object(folder / "tokenizer_config.json")), str(path))
+        return cls.from_text(
+            text, named_tokens(read_json_object(folder / "tokenizer_config.json")), str(path)
+        )
 
     @classmethod
     def from_text(

@@ -190,9 +190,7 @@ def _write_tensors(
             file.write((bfloat16_bits(values) if dtype == "bfloat16" else values).tobytes())
 
 
-def _values(
-    rng: np.random.Generator, name: str, shape: tuple[int, ...]
-) -> NDArray[np.float32]:
+def _values(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
     """Norms near 1, embeddings of unit rows, matrices that keep the size of what they multiply."""
     if "layer_scalar" in name:
         return np.full(shape, 0.9, dtype=np.float32)
@@ -217,9 +215,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    write_random_checkpoint(
-        args.folder, SHAPES[args.shape], dtype=args.dtype, seed=args.seed
-    )
+    write_random_checkpoint(args.folder, SHAPES[args.shape], dtype=args.dtype, seed=args.seed)
 
 
 if __name__ == "__main__":
