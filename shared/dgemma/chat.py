@@ -44,8 +44,11 @@ class ChatTemplate:
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
         environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = _strftime_now
+        helpers: dict[str, Any] = {
+            "raise_exception": _raise_exception,
+            "strftime_now": _strftime_now,
+        }
+        environment.globals.update(helpers)
         try:
             self._template = environment.from_string(source)
         except (jinja2.TemplateError, RecursionError) as error:
@@ -166,7 +169,7 @@ def _content(content: Any, where: str) -> str:
         raise PromptError(f"{where} is {content!r}, but must be a string or a list of parts")
     texts: list[str] = []
     for index, part in enumerate(cast("Sequence[Any]", content)):
-        fields = cast("Mapping[str, Any]", part) if isinstance(part, Mapping) else {}
+        fields = cast("Mapping[str, Any]", part if isinstance(part, Mapping) else {})
         if fields.get("type") != "text":
             raise PromptError(
                 f"{where}[{index}] is of type {fields.get('type')!r}; only text is supported"

@@ -140,7 +140,8 @@ class ReplyBuilder:
         return self._finish("error", error)
 
     def _count(self, commit: Commit) -> None:
-        self._tokens += commit.tokens.tolist()
+        # Pads are neither text nor an end; a model that writes them has written nothing.
+        self._tokens += [t for t in commit.tokens.tolist() if t != self._tokenizer.pad_id]
         self._ended += commit.end_token is not None
         self._canvases += commit.steps > 0
         self._steps += commit.steps

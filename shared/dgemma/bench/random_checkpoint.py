@@ -73,7 +73,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 4096,
     },
 }
-_VISION = {
+_VISION: dict[str, Any] = {
     "model_type": "gemma4_vision",
     "hidden_size": 16,
     "intermediate_size": 16,
@@ -148,7 +148,7 @@ def _config(shape: Mapping[str, Any], dtype: str) -> dict[str, Any]:
 
 def _vision_tensors(hidden: int) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the tower above, as transformers 5.24 stores it."""
-    width = _VISION["hidden_size"]
+    width: int = _VISION["hidden_size"]
     layer = "model.encoder.vision_tower.encoder.layers.0."
     norms = ("input_layernorm", "post_attention_layernorm")
     norms += ("pre_feedforward_layernorm", "post_feedforward_layernorm")
