@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 @pytest.fixture
 def dgemma_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
     """Runs `dgemma ...` in this process; without a model, loading one fails the test."""
-
     monkeypatch.setitem(sys.modules, "mlx_dgemma", None)
 
     def run(*argv: str, model: ScriptedModel | None = None, stdin: bytes = b"") -> Outcome:
@@ -27,7 +26,7 @@ def dgemma_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), "utf-8"))
         if model is not None:
             install(model)
-        status = cli.main([*argv, "--backend", "mlx"] if "generate" in argv else argv)
+        status = cli.main([*argv, "--backend", "mlx"] if {"generate", "bench"} & {*argv} else argv)
         captured = capsys.readouterr()
         return Outcome(status, captured.out, captured.err)
 

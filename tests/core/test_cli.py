@@ -198,6 +198,17 @@ def test_the_other_modes_run(mode: str, dgemma_command: Command):
     assert json.loads(done.out)["mode"] == mode
 
 
+def test_bench_prints_a_table_and_one_json_object_last(dgemma_command: Command, tmp_path: Path):
+    flags = ["--repeats", "1", "--prompt-tokens", "5", "--out", str(tmp_path / "out.jsonl")]
+    done = dgemma_command("bench", *flags, model=ScriptedModel("yes"))
+    assert done.status == 0, done.err
+    *table, last = done.out.splitlines()
+    record = json.loads(last)
+    for figure in [*record["figures"], *record["replies"]["figures"]]:
+        assert any(line.startswith(figure["name"]) for line in table)
+    assert (tmp_path / "out.jsonl").read_text("utf-8") == f"{last}\n"
+
+
 def test_doctor_reports_the_bundled_checkpoint_as_text_and_as_json(dgemma_command: Command):
     text = dgemma_command("doctor")
     assert (text.status, text.err) == (0, "")
