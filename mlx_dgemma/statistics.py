@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from dgemma.backend import Denoise, Float32, Float64, Int32, Statistics, Work
 from dgemma.reference import CDF_TILE, select_in_tile, select_tile
 from mlx_dgemma.model import MlxModel
-from mlx_dgemma.products import pieces, run
+from mlx_dgemma.products import PIECE_BYTES, pieces, run
 
 DEFAULT_TILE_BYTES = 64 << 20
 
@@ -112,9 +112,10 @@ class Head:
         self.cap = model.config.final_logit_softcapping
         self.vocabulary = model.config.vocab_size
         self.tile_rows = max(1, tile_bytes // (4 * self.vocabulary))
-        embedding = model.weights.embedding
-        size = -(-embedding.rows_per_piece // CDF_TILE) * CDF_TILE
-        self.pieces = pieces(self.vocabulary, size)
+        # A piece's passing values stay small beside the tile, and so does a widened piece of E.
+        fitting = PIECE_BYTES // (4 * self.tile_rows)
+        size = min(fitting, model.weights.embedding.rows_per_piece)
+        self.pieces = pieces(self.vocabulary, max(1, size // CDF_TILE) * CDF_TILE)
 
     def logits(self, hidden: mx.array) -> mx.array:
         """Softcapped float32 logits [R, V], all at once: for comparisons, not for decoding."""

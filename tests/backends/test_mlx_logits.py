@@ -174,7 +174,9 @@ def changed(source: MemoryCheckpoint, name: str) -> MemoryCheckpoint:
 
 def test_every_tensor_matters() -> None:
     """No tensor can be dropped or swapped unseen (B02), and what is read is what is stored."""
-    oracle = Oracle.build(9, num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])
+    oracle = Oracle.build(
+        9, num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"]
+    )
     source = memory_checkpoint(oracle)
     rng = np.random.default_rng(9)
     tokens, canvas = (rng.integers(0, 600, count).astype(np.int32) for count in (20, CANVAS))
@@ -233,7 +235,9 @@ def calm(oracle: Oracle) -> Oracle:
     model = copy.deepcopy(oracle.model)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith(("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")):
+            if name.endswith(
+                ("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")
+            ):
                 parameter.mul_(0.1)
     return Oracle(model, oracle.config)
 
