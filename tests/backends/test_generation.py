@@ -145,7 +145,7 @@ def test_exact_hybrid_equals_autoregressive_in_fewer_passes(trained, task, tempe
     causal = events_of(backend, prompt, mode="autoregressive", **options)
     hybrid = events_of(backend, prompt, mode="hybrid", **options)
     assert tokens_of(hybrid) == tokens_of(causal)
-    if temperature == 0:
+    if temperature == 0 and task != "infill":  # its replies are a token or two
 
         def passes(events):
             return sum(event.passes for event in events if isinstance(event, Commit))
