@@ -1,7 +1,8 @@
 """Attention of some queries over segments of keys, joined by a running softmax.
 
-    segments    [ own tokens ] [ prefix tile 1 ] [ prefix tile 2 ] ...     each with or without a mask
-    per tile    s = K q;  m' = max(m, max s);  p = exp(s - m');  l = l e^(m - m') + sum p;  o likewise
+    segments    [ own tokens ] [ prefix tile 1 ] [ prefix tile 2 ] ...   with or without a mask
+    each        s = K q;  m' = max(m, max s);  p = exp(s - m')
+                l = l e^(m - m') + sum p;  o = o e^(m - m') + p V;  at the end o / l
 
 The prefix is read where it lies: keys and values are sliced, never joined with the canvas's, and a
 tile's scores are bounded (`SCORE_BYTES`), so memory does not grow with the prefix. Own tokens come
@@ -61,8 +62,8 @@ def attend(queries: mx.array, segments: Iterable[Segment], *, widen: bool) -> mx
         scores = (keys @ columns).astype(mx.float32)  # [K, S, group * N]
         if segment.visible is not None:
             shape = (kv_heads, keys.shape[1], group, count)
-            scores = mx.where(segment.visible[:, None, :], scores.reshape(shape), -mx.inf)
-            scores = scores.reshape(kv_heads, keys.shape[1], group * count)
+            scores = mx.where(segment.visible[:, None, :], mx.reshape(scores, shape), -mx.inf)
+            scores = mx.reshape(scores, (kv_heads, keys.shape[1], group * count))
         own_highest = mx.max(scores, axis=1, keepdims=True)
         if highest is None or total is None or result is None:
             highest = own_highest
@@ -80,17 +81,18 @@ def attend(queries: mx.array, segments: Iterable[Segment], *, widen: bool) -> mx
     assert total is not None
     kv_heads = result.shape[0]
     joined = (result / total.swapaxes(1, 2)).astype(queries.dtype)
-    joined = joined.reshape(kv_heads, heads // kv_heads, count, dim).transpose(2, 0, 1, 3)
-    return joined.reshape(count, heads * dim)
+    joined = mx.reshape(joined, (kv_heads, heads // kv_heads, count, dim))
+    return mx.reshape(mx.transpose(joined, (2, 0, 1, 3)), (count, heads * dim))
 
 
 def _columns(queries: mx.array, kv_heads: int, widen: bool) -> mx.array:
     """[N, H, d] to [K, d, group * N]: the queries that share a key/value head, side by side."""
     count, heads, dim = queries.shape
-    grouped = queries.reshape(count, kv_heads, heads // kv_heads, dim).transpose(1, 3, 2, 0)
+    grouped = mx.reshape(queries, (count, kv_heads, heads // kv_heads, dim))
+    grouped = mx.transpose(grouped, (1, 3, 2, 0))
     if widen:
         grouped = grouped.astype(mx.float32)
-    return mx.contiguous(grouped.reshape(kv_heads, dim, -1))
+    return mx.contiguous(mx.reshape(grouped, (kv_heads, dim, -1)))
 
 
 def _mixed(mass: mx.array, values: mx.array, dtype: mx.Dtype) -> mx.array:

@@ -10,22 +10,26 @@ Not here: the arithmetic (`model.py`, `statistics.py`), the prefix (`cache.py`).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Callable, Sequence
+from typing import ParamSpec, TypeVar
 
 import mlx.core as mx
 import numpy as np
 
-from dgemma.backend import Backend, Conditioning, Denoise, Extend, Prefix, Statistics, Work
-from dgemma.errors import ConfigError
+from dgemma.backend import Backend, Denoise, Extend, Float32, Int32, Prefix, Statistics, Work
+from dgemma.checkpoint import Checkpoint
+from dgemma.errors import BackendError, ConfigError
 from mlx_dgemma import experts
 from mlx_dgemma.cache import MlxPrefix
 from mlx_dgemma.model import MlxModel, Row, SavedWork
 from mlx_dgemma.statistics import DEFAULT_TILE_BYTES, Head
-from mlx_dgemma.weights import Source, load_weights
+from mlx_dgemma.weights import load_weights
 from mlx_dgemma.worker import Worker
 
 DEFAULT_PREFILL_CHUNK = 512
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class MlxBackend(Backend):
@@ -44,7 +48,7 @@ class MlxBackend(Backend):
     @classmethod
     def from_checkpoint(
         cls,
-        checkpoint: Source,
+        checkpoint: Checkpoint,
         *,
         dtype: str | None = None,
         prefill_chunk: int = DEFAULT_PREFILL_CHUNK,
@@ -56,7 +60,8 @@ class MlxBackend(Backend):
         float32 logits that exist at once. Raises `ConfigError` for values that cannot be, and what
         `load_weights` raises.
         """
-        for key, value in (("prefill_chunk", prefill_chunk), ("logits_tile_bytes", logits_tile_bytes)):
+        sizes = {"prefill_chunk": prefill_chunk, "logits_tile_bytes": logits_tile_bytes}
+        for key, value in sizes.items():
             if value < 1:
                 raise ConfigError(f"{key} is {value}, but must be at least 1")
         worker = Worker("mlx-dgemma")
@@ -64,6 +69,8 @@ class MlxBackend(Backend):
         def build() -> tuple[MlxModel, Head]:
             on_gpu = mx.default_device().type == mx.DeviceType.gpu
             model = MlxModel(load_weights(checkpoint, dtype=dtype, on_gpu=on_gpu))
+            if on_gpu and (fault := _test_experts(model)):
+                raise BackendError(f"{fault}; update macOS and mlx, or run on the CPU")
             return model, Head(model, logits_tile_bytes)
 
         try:
@@ -116,7 +123,7 @@ class MlxBackend(Backend):
         return self._worker.run(self._denoise, rows)
 
     def diagnose(self, work: Work) -> str:
-        """The first layer, or what comes before and after the layers, that gives NaN or infinity."""
+        """The first layer, or stage before or after the layers, that gives NaN or infinity."""
         return self._worker.run(self._diagnose, work)
 
     def peak_memory_bytes(self) -> int | None:
@@ -128,13 +135,39 @@ class MlxBackend(Backend):
     def close(self) -> None:
         self._worker.close()
 
+    def logits(self, work: Work) -> Float32:
+        """Softcapped logits [R, V] of what `work` reads or of its canvas, at temperature 1.
+
+        For comparisons: everything else wants `extend` and `denoise`, which never hold so much. An
+        Extend is appended to its prefix as always.
+        """
+        return self._worker.run(self._logits, work)
+
+    def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Runs a function on the owner thread, where conditioning may be computed with."""
+        return self._worker.run(function, *args, **kwargs)
+
+    def self_test(self) -> str:
+        """What is wrong with the chosen grouped product on this device, in words; "" if nothing."""
+        return self._worker.run(_test_experts, self._model)
+
     def _extend(self, rows: Sequence[Extend], prefixes: list[MlxPrefix]) -> list[Statistics | None]:
+        outputs = self._encode(rows, prefixes)
+        reading = [number for number, output in enumerate(outputs) if output is not None]
+        results: list[Statistics | None] = [None] * len(rows)
+        if reading:
+            hidden = mx.concatenate([out for out in outputs if out is not None])
+            counts = [len(rows[number].read) for number in reading]
+            found = self._head.statistics(hidden, [rows[number] for number in reading], counts)
+            for number, statistics in zip(reading, found, strict=True):
+                results[number] = statistics
+        return results
+
+    def _encode(self, rows: Sequence[Extend], prefixes: list[MlxPrefix]) -> list[mx.array | None]:
+        """The chunks of all rows; for each row the output [R, D] at `read`, None if it is empty."""
         done = [0] * len(rows)
         outputs: list[list[mx.array]] = [[] for _ in rows]
-        while True:
-            chosen = self._next_chunks(rows, done)
-            if not chosen:
-                break
+        while chosen := self._next_chunks(rows, done):
             chunk = [
                 Row(
                     prefixes[number],
@@ -153,15 +186,7 @@ class MlxBackend(Backend):
                     used += count
         for prefix, row in zip(prefixes, rows, strict=True):
             prefix.last_tokens = row.tokens
-        reading = [number for number, output in enumerate(outputs) if output]
-        results: list[Statistics | None] = [None] * len(rows)
-        if reading:
-            hidden = mx.concatenate([part for number in reading for part in outputs[number]])
-            counts = [len(rows[number].read) for number in reading]
-            found = self._head.statistics(hidden, [rows[number] for number in reading], counts)
-            for number, statistics in zip(reading, found, strict=True):
-                results[number] = statistics
-        return results
+        return [mx.concatenate(parts) if parts else None for parts in outputs]
 
     def _next_chunks(self, rows: Sequence[Extend], done: list[int]) -> list[tuple[int, int, int]]:
         """The next chunk of as many rows as fit one pass: (row, first token, end).
@@ -186,6 +211,17 @@ class MlxBackend(Backend):
         )
         return self._head.statistics(hidden, rows, [len(row.canvas) for row in rows])
 
+    def _logits(self, work: Work) -> Float32:
+        prefix = _own_prefix(work.prefix)
+        if isinstance(work, Denoise):
+            row = Row(prefix, work.canvas)
+            hidden = self._model.denoise_hidden([row], [_own_conditioning(work)])
+        else:
+            (hidden,) = self._encode([work], [prefix])
+            if hidden is None:
+                return np.empty((0, self.config.vocab_size), np.float32)
+        return np.array(self._head.logits(hidden), dtype=np.float32)
+
     def _diagnose(self, work: Work) -> str:
         prefix = _own_prefix(work.prefix).fork()
         if isinstance(work, Extend) and prefix.last_tokens is work.tokens:
@@ -207,18 +243,23 @@ class MlxBackend(Backend):
             _check("the final norm", hidden)
             for row in range(hidden.shape[0]):
                 _check("the logits", self._head.logits(hidden[row : row + 1]))
-        except _NotFinite as found:
+        except _NotFiniteError as found:
             return str(found)
         return ""
 
 
-class _NotFinite(Exception):
+def _test_experts(model: MlxModel) -> str:
+    weights = model.weights
+    return experts.self_test(weights.layers[0].experts, weights.dtype)
+
+
+class _NotFiniteError(Exception):
     """Carries the name of the first value that is not finite."""
 
 
 def _check(name: str, value: mx.array) -> None:
     if not mx.all(mx.isfinite(value)).item():
-        raise _NotFinite(name)
+        raise _NotFiniteError(name)
 
 
 def _own_prefix(prefix: Prefix) -> MlxPrefix:
@@ -228,7 +269,7 @@ def _own_prefix(prefix: Prefix) -> MlxPrefix:
 
 
 def _own_conditioning(row: Denoise) -> mx.array | None:
-    given = cast("Conditioning | None", row.conditioning)
+    given = row.conditioning
     if given is not None and given.shape[0] != len(row.canvas):
         raise ValueError(
             f"conditioning of {given.shape[0]} positions for a canvas of {len(row.canvas)}"
@@ -236,6 +277,6 @@ def _own_conditioning(row: Denoise) -> mx.array | None:
     return given
 
 
-def _within(read: np.ndarray, start: int, stop: int) -> np.ndarray:
+def _within(read: Int32, start: int, stop: int) -> Int32:
     """The offsets in `read` that lie in a chunk, counted from its start."""
     return read[(read >= start) & (read < stop)] - start

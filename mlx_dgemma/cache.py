@@ -3,10 +3,10 @@
     full layer      [ 0 ............................ length ) room
     sliding layer             [ start .............. length ) room
 
-Buffers [K, capacity, d] grow by doubling and are written in place by `append` alone. A sliding layer
-keeps the `window - 1` tokens a later token can see and a margin of rewinding before them; when its
-buffer is full, what is still wanted moves to the front, once in many appends. MLX arrays are values,
-so a fork shares them until one side writes (which then copies that layer's buffer).
+Buffers [K, capacity, d] grow by doubling and are written in place by `append` alone. A sliding
+layer keeps the `window - 1` tokens a later token can see and a canvas of rewinding before them;
+when its buffer is full, what is still wanted moves to the front, once in many appends. MLX arrays
+are values, so a fork shares them until one side writes, which then copies that layer's buffer.
 
 Not here: attention; who may see what (`model.py`).
 """
@@ -20,6 +20,7 @@ import mlx.core as mx
 
 from dgemma.backend import Int32
 from dgemma.config import ModelConfig
+from mlx_dgemma.products import run
 
 FIRST_CAPACITY = 256
 
@@ -148,4 +149,4 @@ class MlxPrefix:
         for layer, (keys, values) in zip(self.layers, entries, strict=True):
             layer.append(keys, values)
         self.length += entries[0][0].shape[1]
-        mx.eval([[layer.keys, layer.values] for layer in self.layers])
+        run(*[array for layer in self.layers for array in (layer.keys, layer.values)])

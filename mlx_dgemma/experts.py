@@ -35,6 +35,9 @@ class ExpertWeights:
 class Experts(Protocol):
     """The grouped products of one layer."""
 
+    @property
+    def weights(self) -> ExpertWeights: ...
+
     def __call__(self, x: mx.array, chosen: mx.array, weights: mx.array) -> mx.array:
         """x [N, D], chosen experts [N, k] and their float32 weights [N, k], to [N, D]."""
         ...
@@ -63,7 +66,7 @@ class LoopedExperts:
 
     def __call__(self, x: mx.array, chosen: mx.array, weights: mx.array) -> mx.array:
         order, tokens, experts = _sort(chosen)
-        hit, firsts = np.unique(np.array(experts), return_index=True)
+        hit, firsts = np.unique(np.array(experts, dtype=np.int64), return_index=True)
         bounds = [*firsts.tolist(), experts.size]
         rows = x[tokens]
         parts: list[mx.array] = []
@@ -91,6 +94,27 @@ def reason_for(*, on_gpu: bool) -> str:
     )
 
 
+def self_test(kind: Experts, dtype: mx.Dtype) -> str:
+    """Compares a layer's grouped products with float32 products of its dense weights.
+
+    Every expert is used. A quantized gather over many experts was seen to be wrong on some GPUs and
+    right on others (ml-explore/mlx issue 3393). Returns what is wrong, in words; "" if nothing is.
+    """
+    count, _, width = kind.weights.gate_up.shape
+    rows = 2 * count
+    top_k = min(count, 2)
+    x = mx.reshape(mx.sin(mx.arange(rows * width)), (rows, width)).astype(dtype)
+    chosen = (mx.arange(rows)[:, None] * 7 + mx.arange(top_k)) % count
+    weights = mx.full((rows, top_k), 1.0 / top_k)
+    plain = LoopedExperts(kind.weights, widen=True)(x.astype(mx.float32), chosen, weights)
+    error = kind(x, chosen, weights).astype(mx.float32) - plain
+    ratio = mx.sqrt(mx.mean(error * error) / mx.mean(plain * plain)).item()
+    bound = 1e-4 if dtype == mx.float32 else 3e-2
+    if isinstance(ratio, float) and ratio <= bound:
+        return ""
+    return f"the grouped product of {count} experts is off by {ratio:.2g} on this device"
+
+
 def _sort(chosen: mx.array) -> tuple[mx.array, mx.array, mx.array]:
     """The order that sorts the flat choices, with the token and the expert of each."""
     flat = chosen.flatten()
@@ -101,12 +125,10 @@ def _sort(chosen: mx.array) -> tuple[mx.array, mx.array, mx.array]:
 def _gathered(stack: Dense | Quantized, x: mx.array, experts: mx.array) -> mx.array:
     if isinstance(stack, Quantized):
         return stack.gathered(x, experts)
-    return mx.gather_mm(
-        x, stack.array.swapaxes(-1, -2), rhs_indices=experts, sorted_indices=True
-    )
+    return mx.gather_mm(x, stack.array.swapaxes(-1, -2), rhs_indices=experts, sorted_indices=True)
 
 
 def _combine(out: mx.array, order: mx.array, weights: mx.array, dtype: mx.Dtype) -> mx.array:
     """Weighted sum over each token's experts: sorted rows [N * k, D] to [N, D]."""
-    by_token = out[mx.argsort(order)].reshape(*weights.shape, -1)
+    by_token = mx.reshape(out[mx.argsort(order)], (*weights.shape, -1))
     return mx.sum(by_token * weights[..., None], axis=1).astype(dtype)

@@ -32,7 +32,7 @@ from dgemma.config import LayerConfig
 from mlx_dgemma.attention import Segment, attend, tile_length
 from mlx_dgemma.cache import LayerStore, MlxPrefix
 from mlx_dgemma.layers import Rotation, rms_norm
-from mlx_dgemma.products import pieces
+from mlx_dgemma.products import pieces, run
 from mlx_dgemma.weights import LayerWeights, Weights
 
 Observer = Callable[[str, mx.array], None]
@@ -129,7 +129,7 @@ class MlxModel:
         if output is not None:
             output = rms_norm(output, self.weights.final_norm, self.config.rms_norm_eps)
         # Evaluated before the prefix is written: a pending read of its buffers would force a copy.
-        mx.eval(output if output is not None else [], entries)
+        run(output, *[array for entry in entries for pair in entry for array in pair])
         for row, entry in zip(rows, entries, strict=True):
             row.prefix.append(entry)
         return output
@@ -199,7 +199,7 @@ class MlxModel:
         kept: list[int] | None,
         scalar: mx.array,
     ) -> tuple[mx.array | None, list[tuple[mx.array, mx.array]]]:
-        """One layer: the output (of the `kept` tokens alone, None if none) and each row's K and V."""
+        """One layer: the output, of the `kept` tokens alone if given, and each row's K and V."""
         eps = self.config.rms_norm_eps
         normed = rms_norm(hidden, layer.input_norm, eps)
         rotation = packed.rotation(layer.config, hidden.dtype)
@@ -231,8 +231,8 @@ class MlxModel:
     ) -> list[tuple[mx.array, mx.array]]:
         eps = self.config.rms_norm_eps
         shape = (-1, layer.config.num_key_value_heads, layer.config.head_dim)
-        raw = layer.key.apply(normed).reshape(shape)
-        raw_values = raw if layer.value is None else layer.value.apply(normed).reshape(shape)
+        raw = mx.reshape(layer.key.apply(normed), shape)
+        raw_values = raw if layer.value is None else mx.reshape(layer.value.apply(normed), shape)
         keys = rotation(rms_norm(raw, layer.key_norm, eps)).swapaxes(0, 1)
         values = rms_norm(raw_values, None, eps).swapaxes(0, 1)
         return [
@@ -251,7 +251,8 @@ class MlxModel:
         entries: list[tuple[mx.array, mx.array]],
     ) -> mx.array:
         config = layer.config
-        queries = layer.query.apply(normed).reshape(-1, self.config.num_attention_heads, config.head_dim)
+        shape = (-1, self.config.num_attention_heads, config.head_dim)
+        queries = mx.reshape(layer.query.apply(normed), shape)
         queries = rotation(rms_norm(queries, layer.query_norm, self.config.rms_norm_eps))
         outputs: list[mx.array] = []
         used = 0
@@ -310,16 +311,16 @@ class MlxModel:
         key = (number, sliding)
         if key not in packed.masks:
             row = packed.rows[number]
-            length = row.prefix.length
-            queries = np.arange(length, length + len(row.tokens))
-            oldest = queries - self.config.sliding_window if sliding else queries * 0 - 1
+            length, window = row.prefix.length, self.config.sliding_window
+            queries = mx.arange(length, length + len(row.tokens))
             own = queries[:, None]
-            own_mask = (own <= queries) & (own > oldest)
-            prefix_mask = np.arange(first, length)[:, None] > oldest
-            packed.masks[key] = (
-                mx.array(own_mask),
-                None if prefix_mask.all() else mx.array(prefix_mask),
-            )
+            own_mask = own <= queries
+            prefix_mask = None
+            if sliding:
+                own_mask = own_mask & (own > queries - window)
+                if first <= length + len(row.tokens) - 1 - window:
+                    prefix_mask = mx.arange(first, length)[:, None] > queries - window
+            packed.masks[key] = own_mask, prefix_mask
         return packed.masks[key]
 
 
@@ -333,4 +334,3 @@ def _read_positions(rows: Sequence[Row], spans: list[tuple[int, int]]) -> list[i
 
 def _layer_name(index: int, layer: LayerWeights) -> str:
     return f"layer {index} ({layer.config.kind})"
-

@@ -22,7 +22,7 @@ from typing import Protocol
 
 import mlx.core as mx
 
-PIECE_BYTES = 8 << 20
+PIECE_BYTES = 2 << 20
 """Float32 bytes of a weight widened at once on the CPU."""
 
 
@@ -41,6 +41,10 @@ class Stored(Protocol):
 
     def take(self, ids: mx.array) -> mx.array:
         """The rows `ids` of axis 0, dense."""
+        ...
+
+    def part(self, start: int, stop: int) -> Stored:
+        """Rows `start` to `stop` of axis -2, as stored."""
         ...
 
     def at(self, index: int) -> Stored:
@@ -76,6 +80,9 @@ class Dense:
     def take(self, ids: mx.array) -> mx.array:
         return self.array[ids]
 
+    def part(self, start: int, stop: int) -> Dense:
+        return Dense(self.piece(start, stop))
+
     def at(self, index: int) -> Dense:
         return Dense(self.array[index])
 
@@ -109,26 +116,24 @@ class Quantized:
         return self.weight.nbytes + self.scales.nbytes + biases
 
     def piece(self, start: int, stop: int) -> mx.array:
-        return self._dense(
-            self.weight[..., start:stop, :],
-            self.scales[..., start:stop, :],
-            None if self.biases is None else self.biases[..., start:stop, :],
-        )
+        part = self.part(start, stop)
+        return self._dense(part.weight, part.scales, part.biases)
 
     def take(self, ids: mx.array) -> mx.array:
         biases = None if self.biases is None else self.biases[ids]
         return self._dense(self.weight[ids], self.scales[ids], biases)
 
-    def at(self, index: int) -> Quantized:
-        return Quantized(
-            self.weight[index],
-            self.scales[index],
-            None if self.biases is None else self.biases[index],
-            self.group_size,
-            self.bits,
-            self.mode,
-            self.dtype,
+    def part(self, start: int, stop: int) -> Quantized:
+        rows = slice(start, stop)
+        return self._with(
+            self.weight[..., rows, :],
+            self.scales[..., rows, :],
+            None if self.biases is None else self.biases[..., rows, :],
         )
+
+    def at(self, index: int) -> Quantized:
+        biases = None if self.biases is None else self.biases[index]
+        return self._with(self.weight[index], self.scales[index], biases)
 
     def applied_to(self, x: mx.array) -> mx.array:
         return self._product(x, transpose=True)
@@ -150,6 +155,9 @@ class Quantized:
             mode=self.mode,
             sorted_indices=True,
         )
+
+    def _with(self, weight: mx.array, scales: mx.array, biases: mx.array | None) -> Quantized:
+        return Quantized(weight, scales, biases, self.group_size, self.bits, self.mode, self.dtype)
 
     def _product(self, x: mx.array, *, transpose: bool) -> mx.array:
         return mx.quantized_matmul(
@@ -209,24 +217,25 @@ class Matrix:
     def apply_piece(self, x: mx.array, start: int, stop: int) -> mx.array:
         """`W[start:stop] @ x.T`: [N, I] to [stop - start, N], rounded to `dtype`."""
         if not self.widen:
-            if (start, stop) == (0, self.shape[-2]):
-                return self.stored.applied_to(x).T
-            return (x @ self.stored.piece(start, stop).T).T
+            return self.stored.part(start, stop).applied_to(x).T
         piece = self.stored.piece(start, stop).astype(mx.float32)
         return (piece @ transposed32(x)).astype(self.dtype)
 
     def mix_piece(self, p: mx.array, start: int, stop: int) -> mx.array:
         """`p.T @ W[start:stop]` in float32: p [stop - start, N] to [N, I]."""
         if not self.widen:
-            columns = p.T.astype(self.dtype)
-            if (start, stop) == (0, self.shape[-2]):
-                return self.stored.mixed_by(columns).astype(mx.float32)
-            return (columns @ self.stored.piece(start, stop)).astype(mx.float32)
+            rows = p.T.astype(self.dtype)
+            return self.stored.part(start, stop).mixed_by(rows).astype(mx.float32)
         return p.T @ self.stored.piece(start, stop).astype(mx.float32)
 
     def rows(self, ids: mx.array) -> mx.array:
         """W[ids]: [N] to [N, I]."""
         return self.stored.take(ids).astype(self.dtype)
+
+
+def run(*arrays: mx.array | None) -> None:
+    """Evaluates arrays now; None is nothing to do."""
+    mx.eval(*[array for array in arrays if array is not None])  # pyright: ignore[reportUnknownMemberType]
 
 
 def transposed32(x: mx.array) -> mx.array:

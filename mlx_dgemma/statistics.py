@@ -7,9 +7,9 @@
       host          float64: total, entropy, the 1,024-token tile of the inverse CDF
       gather        the few 1,024-token tiles that hold argmax, candidate and top-k; the rest there
 
-Nothing of the size of a tile's logits exists but the shaped logits themselves; two host syncs a tile.
-A tile is finished before the next begins. Arrays lie [vocabulary, rows], as the product of a piece
-of the embedding with the hidden states gives them.
+Nothing of the size of a tile's logits exists but the shaped logits themselves; two host syncs a
+tile, and one is finished before the next begins. Arrays lie [vocabulary, rows], as the product of a
+piece of the embedding with the hidden states gives them.
 
 The k most probable tokens lie in the k 1,024-token tiles with the highest maxima (ties by number):
 whatever lies in another is preceded by k tokens. So top-k, and argmax as top-1, is exact, ties to
@@ -21,18 +21,24 @@ Source of the quantities: `dgemma.reference`. Not here: the soft embedding's way
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import numpy as np
+from numpy.typing import NDArray
 
 from dgemma.backend import Denoise, Float32, Float64, Int32, Statistics, Work
 from dgemma.reference import CDF_TILE, select_in_tile, select_tile
 from mlx_dgemma.model import MlxModel
-from mlx_dgemma.products import pieces
+from mlx_dgemma.products import PIECE_BYTES, pieces, run
 
 DEFAULT_TILE_BYTES = 64 << 20
+
+Scalar = TypeVar("Scalar", bound=np.generic)
+IntArray = NDArray[np.integer[Any]]
+Flags = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,21 +49,22 @@ class _Wanted:
     uniforms: Float64
     targets: Int32  # -1: none
     top_k: Int32
-    conditioning: np.ndarray[tuple[int], np.dtype[np.bool_]]
+    conditioning: Flags
 
     @classmethod
     def of(cls, works: Sequence[Work], counts: Sequence[int]) -> _Wanted:
-        parts = list(zip(works, counts, strict=True))
+        uniforms: list[Float64] = []
+        targets: list[Int32] = []
+        for work, count in zip(works, counts, strict=True):
+            own, given = _targets(work), work.uniforms
+            uniforms.append(np.full(count, 0.5) if given is None else given)
+            targets.append(np.full(count, -1, np.int32) if own is None else own)
         return cls(
-            temperatures=_spread([work.temperature for work in works], counts, np.float32),
-            uniforms=np.concatenate(
-                [np.full(n, 0.5) if w.uniforms is None else np.asarray(w.uniforms) for w, n in parts]
-            ),
-            targets=np.concatenate(
-                [np.full(n, -1) if (t := _targets(w)) is None else t for w, n in parts]
-            ).astype(np.int32),
-            top_k=_spread([work.top_k for work in works], counts, np.int32),
-            conditioning=_spread([_wants_conditioning(w) for w in works], counts, np.bool_),
+            temperatures=np.repeat(np.array([w.temperature for w in works], np.float32), counts),
+            uniforms=np.concatenate(uniforms).astype(np.float64),
+            targets=np.concatenate(targets).astype(np.int32),
+            top_k=np.repeat(np.array([w.top_k for w in works], np.int32), counts),
+            conditioning=np.repeat([_wants_conditioning(w) for w in works], counts),
         )
 
     def rows(self, start: int, stop: int) -> _Wanted:
@@ -81,8 +88,20 @@ class _Tile:
     argmax_logprob: Float32
     candidate_logprob: Float32
     target_logprob: Float32
-    top_tokens: list[tuple[Int32, Float32]]
+    top: list[tuple[Int32, Float32]]  # [k] and [k] for each row
     soft: mx.array | None  # [wanted rows, D]
+
+
+@dataclass(frozen=True, eq=False)
+class _PerTile:
+    """Of every 1,024 tokens: float32 [R, T]."""
+
+    maximum: Float32
+    """Highest shaped logit."""
+    mass: Float32
+    """Sum of exp(shaped - row's highest)."""
+    weighted: Float32
+    """Sum of that mass times (shaped - row's highest)."""
 
 
 class Head:
@@ -93,9 +112,10 @@ class Head:
         self.cap = model.config.final_logit_softcapping
         self.vocabulary = model.config.vocab_size
         self.tile_rows = max(1, tile_bytes // (4 * self.vocabulary))
-        embedding = model.weights.embedding
-        size = -(-embedding.rows_per_piece // CDF_TILE) * CDF_TILE
-        self.pieces = pieces(self.vocabulary, size)
+        # A piece's passing values stay small beside the tile, and so does a widened piece of E.
+        fitting = PIECE_BYTES // (4 * self.tile_rows)
+        size = min(fitting, model.weights.embedding.rows_per_piece)
+        self.pieces = pieces(self.vocabulary, max(1, size // CDF_TILE) * CDF_TILE)
 
     def logits(self, hidden: mx.array) -> mx.array:
         """Softcapped float32 logits [R, V], all at once: for comparisons, not for decoding."""
@@ -108,7 +128,8 @@ class Head:
         """One result for each work item, whose `counts` rows lie packed in `hidden` [sum, D]."""
         wanted = _Wanted.of(works, counts)
         self.model.saved.soft_embedding_rows += sum(
-            n for w, n in zip(works, counts, strict=True)
+            n
+            for w, n in zip(works, counts, strict=True)
             if isinstance(w, Denoise) and not w.want_conditioning
         )
         tiles = [
@@ -136,64 +157,52 @@ class Head:
             masses.append(_per_tile(mass, mx.sum))
             weighted.append(_per_tile(mass * relative, mx.sum))
             soft.add(part, mass, start, stop)
-        mass = mx.concatenate(masses)
+        sums = (maxima, mx.concatenate(masses), mx.concatenate(weighted))
         target = self._at(shaped, wanted.targets)
         embedding = soft.result()
-        mx.eval(maxima, mass, mx.concatenate(weighted), target, shaped, embedding or [])
+        run(*sums, target, *shaped, embedding)
+        maximum, total, product = (_float32(array).T for array in sums)
         return self._finish(
-            shaped,
-            np.array(maxima).T,
-            np.array(mass).T,
-            np.array(mx.concatenate(weighted)).T,
-            np.array(target),
-            wanted,
-            embedding,
+            shaped, _PerTile(maximum, total, product), _float32(target), wanted, embedding
         )
 
     def _finish(
         self,
         shaped: list[mx.array],
-        maxima: Float32,  # [R, T]
-        mass: Float32,
-        weighted: Float32,
+        per_tile: _PerTile,
         target: Float32,
         wanted: _Wanted,
         soft: mx.array | None,
     ) -> _Tile:
         """The host's part, in float64 from the sums over 1,024 tokens."""
-        highest = maxima.max(axis=-1).astype(np.float64)
-        total = mass.sum(axis=-1, dtype=np.float64)
-        log_total = highest + np.log(total)
-        entropy = np.log(total) - weighted.sum(axis=-1, dtype=np.float64) / total
-        chosen, left = select_tile(mass, wanted.uniforms)
-        order = np.argsort(-maxima, axis=-1, kind="stable")
-        per_row = [
-            [int(tile), *order[row, : max(1, int(k))].tolist()]
-            for row, (tile, k) in enumerate(zip(chosen, wanted.top_k, strict=True))
-        ]
-        inside = self._gather(shaped, per_row)
-        candidate = np.empty(len(per_row), np.int32)
-        argmax = np.empty(len(per_row), np.int32)
-        values = np.empty((2, len(per_row)), np.float64)
-        top: list[tuple[Int32, Float32]] = []
-        for row, tiles in enumerate(per_row):
-            own = inside[row][0]
-            relative = np.exp(own - np.float32(highest[row])).astype(np.float32)
-            offset = int(select_in_tile(relative[None], left[row : row + 1])[0])
-            candidate[row] = tiles[0] * CDF_TILE + offset
-            values[0, row] = own[offset]
-            tokens, logits = _most_probable(inside[row][1:], tiles[1:], max(1, int(wanted.top_k[row])))
-            argmax[row] = tokens[0]
-            values[1, row] = logits[0]
-            top.append((tokens, (logits - log_total[row]).astype(np.float32)))
+        rows = np.arange(len(target))
+        highest = per_tile.maximum.max(axis=-1)
+        total = per_tile.mass.sum(axis=-1, dtype=np.float64)
+        log_total = highest.astype(np.float64) + np.log(total)
+        entropy = np.log(total) - per_tile.weighted.sum(axis=-1, dtype=np.float64) / total
+        drawn, left = select_tile(per_tile.mass, wanted.uniforms)
+        best = per_tile.maximum.argmax(axis=-1)
+        top_rows, top_tiles = _top_tiles(per_tile.maximum, wanted.top_k)
+        inside = self._gather(
+            shaped,
+            np.concatenate([rows, rows, top_rows]),
+            np.concatenate([drawn, best, top_tiles]),
+        )
+        of_candidate, of_argmax = inside[: len(rows)], inside[len(rows) : 2 * len(rows)]
+        offset = select_in_tile(np.exp(of_candidate - highest[:, None]), left)
+        top = _top_tokens(inside[2 * len(rows) :], top_rows, top_tiles, wanted.top_k)
+        argmax = best * CDF_TILE + of_argmax.argmax(axis=-1)
         return _Tile(
-            argmax=argmax,
-            candidate=candidate,
+            argmax=argmax.astype(np.int32),
+            candidate=(drawn * CDF_TILE + offset).astype(np.int32),
             entropy=entropy.astype(np.float32),
-            argmax_logprob=(values[1] - log_total).astype(np.float32),
-            candidate_logprob=(values[0] - log_total).astype(np.float32),
+            argmax_logprob=(highest - log_total).astype(np.float32),
+            candidate_logprob=(of_candidate[rows, offset] - log_total).astype(np.float32),
             target_logprob=(target - log_total).astype(np.float32),
-            top_tokens=top,
+            top=[
+                (tokens, (values - log_total[row]).astype(np.float32))
+                for row, (tokens, values) in enumerate(top)
+            ],
             soft=soft,
         )
 
@@ -210,36 +219,28 @@ class Head:
             result = mx.where(here, value, result)
         return result
 
-    def _gather(self, shaped: list[mx.array], tiles: list[list[int]]) -> list[list[Float32]]:
-        """The shaped logits of some 1,024-token tiles of each row, -inf past the vocabulary."""
-        found: list[list[Float32]] = [[np.empty(0, np.float32)] * len(own) for own in tiles]
-        jobs: list[tuple[int, list[tuple[int, int, int]]]] = []
-        for number, (start, stop) in enumerate(self.pieces):
-            here = [
-                (row, slot, tile * CDF_TILE - start)
-                for row, own in enumerate(tiles)
-                for slot, tile in enumerate(own)
-                if start <= tile * CDF_TILE < stop
-            ]
-            if here:
-                jobs.append((number, here))
-        taken: list[mx.array] = []
-        for number, here in jobs:
-            part = shaped[number]
-            firsts = np.array([first for _, _, first in here])[:, None]
-            ids = mx.array(np.minimum(firsts + np.arange(CDF_TILE), part.shape[0] - 1))
-            taken.append(part[ids, mx.array([row for row, _, _ in here])[:, None]])
-        mx.eval(taken)
-        for (number, here), values in zip(jobs, taken, strict=True):
-            length = shaped[number].shape[0]
-            for (row, slot, first), own in zip(here, np.array(values), strict=True):
-                own[max(0, length - first) :] = -np.inf
-                found[row][slot] = own
-        return found
+    def _gather(self, shaped: list[mx.array], rows: IntArray, tiles: IntArray) -> Float32:
+        """The shaped logits [n, 1024] of tile `tiles[i]` of row `rows[i]`; -inf past the end."""
+        inside = np.full((len(rows), CDF_TILE), -np.inf, np.float32)
+        firsts = tiles.astype(np.int64) * CDF_TILE
+        taken: list[tuple[IntArray, int, mx.array]] = []
+        for part, (start, stop) in zip(shaped, self.pieces, strict=True):
+            here = np.flatnonzero((firsts >= start) & (firsts < stop))
+            # The vocabulary's last tile may be short; it is fetched apart from the whole ones.
+            short = firsts[here] + CDF_TILE > stop
+            for group, length in ((here[~short], CDF_TILE), (here[short], stop % CDF_TILE)):
+                if len(group):
+                    tokens = firsts[group][:, None] - start + np.arange(length)
+                    found = part[mx.array(tokens), mx.array(rows[group][:, None])]
+                    taken.append((group, length, found))
+        run(*[found for _, _, found in taken])
+        for group, length, found in taken:
+            inside[group, :length] = _float32(found)
+        return inside
 
 
 class _SoftEmbedding:
-    """Adds up `softmax(shaped) @ E`, a piece of the vocabulary at a time, for the rows that want it.
+    """Adds up `softmax(shaped) @ E` over pieces of the vocabulary, for the rows that want it.
 
     The reference rounds the shaped logits to the embedding's dtype before its softmax, which
     matters (a bfloat16 of 50 is off by up to 0.125), and so do we; in float32 the statistics' own
@@ -249,7 +250,7 @@ class _SoftEmbedding:
     def __init__(
         self,
         model: MlxModel,
-        wanted: np.ndarray[tuple[int], np.dtype[np.bool_]],
+        wanted: Flags,
         highest: mx.array,
     ) -> None:
         self.model = model
@@ -281,27 +282,41 @@ class _SoftEmbedding:
         return array if self.rows is None else array[..., self.rows]
 
 
-def _per_tile(part: mx.array, reduce: object) -> mx.array:
+def _per_tile(part: mx.array, reduce: Callable[..., mx.array]) -> mx.array:
     """Reduces [n, R] over every 1,024 tokens, the last ones fewer: [ceil(n / 1024), R]."""
-    assert callable(reduce)
     whole = part.shape[0] // CDF_TILE * CDF_TILE
     results: list[mx.array] = []
     if whole:
-        results.append(reduce(part[:whole].reshape(-1, CDF_TILE, part.shape[1]), axis=1))
+        shape = (whole // CDF_TILE, CDF_TILE, part.shape[1])
+        results.append(reduce(mx.reshape(part[:whole], shape), axis=1))
     if whole < part.shape[0]:
         results.append(reduce(part[whole:], axis=0, keepdims=True))
     return results[0] if len(results) == 1 else mx.concatenate(results)
 
 
-def _most_probable(
-    inside: list[Float32], tiles: list[int], count: int
-) -> tuple[Int32, Float32]:
-    """The `count` highest of some tiles of a row, ties to the lowest token."""
-    by_number = sorted(zip(tiles, inside, strict=True), key=lambda pair: pair[0])
-    tokens = np.concatenate([tile * CDF_TILE + np.arange(CDF_TILE) for tile, _ in by_number])
-    values = np.concatenate([values for _, values in by_number])
-    best = np.argsort(-values, kind="stable")[:count]
-    return tokens[best].astype(np.int32), values[best]
+def _top_tiles(maximum: Float32, top_k: Int32) -> tuple[IntArray, IntArray]:
+    """For every row that wants k tokens, the k tiles they lie in: rows and tiles, side by side."""
+    rows: list[IntArray] = [np.empty(0, np.int64)]
+    tiles: list[IntArray] = [np.empty(0, np.int64)]
+    for row in np.flatnonzero(top_k):
+        best = np.argsort(-maximum[row], kind="stable")[: top_k[row]]
+        tiles.append(np.sort(best))
+        rows.append(np.full(len(best), row))
+    return np.concatenate(rows), np.concatenate(tiles)
+
+
+def _top_tokens(
+    inside: Float32, rows: IntArray, tiles: IntArray, top_k: Int32
+) -> list[tuple[Int32, Float32]]:
+    """The k most probable tokens of each row with their shaped logits, ties to the lowest token."""
+    found: list[tuple[Int32, Float32]] = []
+    for row, k in enumerate(top_k):
+        mine = rows == row
+        tokens = (tiles[mine][:, None] * CDF_TILE + np.arange(CDF_TILE)).ravel()
+        values = inside[mine].ravel()
+        best = np.argsort(-values, kind="stable")[:k]
+        found.append((tokens[best].astype(np.int32), values[best]))
+    return found
 
 
 def _distribute(
@@ -310,7 +325,7 @@ def _distribute(
     """Cuts the packed results at the borders of the work items."""
     softs = [tile.soft for tile in tiles if tile.soft is not None]
     soft = None if not softs else softs[0] if len(softs) == 1 else mx.concatenate(softs)
-    top = [pair for tile in tiles for pair in tile.top_tokens]
+    top = [pair for tile in tiles for pair in tile.top]
     results: list[Statistics] = []
     row = soft_row = 0
     for work, count in zip(works, counts, strict=True):
@@ -320,7 +335,7 @@ def _distribute(
         if _wants_conditioning(work) and soft is not None:
             conditioning = soft[soft_row : soft_row + count]
             soft_row += count
-            mx.eval(conditioning)
+            run(conditioning)
         own_top = top[span] if work.top_k else []
         results.append(
             Statistics(
@@ -340,12 +355,12 @@ def _distribute(
     return results
 
 
-def _joined(parts: list[np.ndarray], span: slice) -> np.ndarray:
+def _joined(parts: list[NDArray[Scalar]], span: slice) -> NDArray[Scalar]:
     return np.concatenate(parts)[span]
 
 
-def _spread(values: Sequence[float], counts: Sequence[int], dtype: type) -> np.ndarray:
-    return np.repeat(np.asarray(values, dtype), counts)
+def _float32(array: mx.array) -> Float32:
+    return np.array(array, dtype=np.float32)
 
 
 def _targets(work: Work) -> Int32 | None:

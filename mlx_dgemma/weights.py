@@ -9,63 +9,21 @@ Not here: files and their checks (`dgemma.checkpoint`), what the weights are use
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import mlx.core as mx
-import numpy as np
-from numpy.typing import NDArray
 
+from dgemma.checkpoint import Checkpoint, TensorInfo
 from dgemma.config import LayerConfig, ModelConfig
 from dgemma.errors import CheckpointError, ConfigError, DgemmaWarning
 from mlx_dgemma.experts import Experts, ExpertWeights, choose_experts
 from mlx_dgemma.layers import Mlp, Router
-from mlx_dgemma.products import Dense, Matrix, Quantized
+from mlx_dgemma.products import Dense, Matrix, Quantized, run
 
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
 _STORED_FLOATS = {"F32": mx.float32, "BF16": mx.bfloat16, "F16": mx.float16}
 _DECODER = "model.decoder"
 _ENCODER = "model.encoder.language_model"
-
-
-class QuantizedInfo(Protocol):
-    """How one module is packed."""
-
-    @property
-    def group_size(self) -> int: ...
-    @property
-    def bits(self) -> int: ...
-    @property
-    def mode(self) -> str: ...
-
-
-class Quantization(Protocol):
-    """Which modules are packed."""
-
-    def of(self, module_path: str, /) -> QuantizedInfo | None: ...
-
-
-class TensorInfo(Protocol):
-    """What is known of a tensor before it is read."""
-
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-
-class Source(Protocol):
-    """The part of `dgemma.checkpoint.Checkpoint` that loading needs."""
-
-    @property
-    def config(self) -> ModelConfig: ...
-    @property
-    def tensors(self) -> Mapping[str, Any]: ...
-    @property
-    def quantization(self) -> Quantization: ...
-
-    def read(self, name: str, /) -> NDArray[Any]: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,7 +66,7 @@ class Weights:
     layers: tuple[LayerWeights, ...]
 
 
-def load_weights(source: Source, *, dtype: str | None, on_gpu: bool) -> Weights:
+def load_weights(source: Checkpoint, *, dtype: str | None, on_gpu: bool) -> Weights:
     """Reads and evaluates every tensor of the text model.
 
     `dtype` converts dense weights ("float32", "bfloat16", "float16"; None keeps the checkpoint's,
@@ -132,7 +90,7 @@ def load_weights(source: Source, *, dtype: str | None, on_gpu: bool) -> Weights:
 class _Loader:
     """Reads tensors of one source into one dtype."""
 
-    def __init__(self, source: Source, dtype: str | None, on_gpu: bool) -> None:
+    def __init__(self, source: Checkpoint, dtype: str | None, on_gpu: bool) -> None:
         self.source = source
         self.on_gpu = on_gpu
         stored = self._info(f"{_DECODER}.norm.weight").dtype
@@ -141,7 +99,7 @@ class _Loader:
         elif dtype in DTYPES:
             self.dtype = DTYPES[dtype]
         else:
-            raise ConfigError(f"dtype {dtype!r} is unknown; use one of {', '.join(DTYPES)}, or None")
+            raise ConfigError(f"dtype {dtype!r} is unknown; use {', '.join(DTYPES)} or None")
         if self.dtype == mx.float16 and stored == "BF16":
             warnings.warn(
                 "float16 was asked of a bfloat16 checkpoint: values above 65504 become infinite; "
@@ -226,7 +184,7 @@ class _Loader:
             if array.dtype == mx.uint16:
                 array = array.view(_STORED_FLOATS[stored])
             array = array.astype(mx.float32 if wide else self.dtype)
-        mx.eval(array)
+        run(array)
         return array
 
     def _info(self, name: str) -> TensorInfo:
@@ -234,8 +192,3 @@ class _Loader:
         if info is None:
             raise CheckpointError(f"the checkpoint lacks the tensor {name}; fetch it again")
         return info
-
-
-def expected_bytes(shape: tuple[int, ...], dtype: mx.Dtype) -> int:
-    """Bytes of a dense array."""
-    return int(np.prod(shape)) * dtype.size
