@@ -23,6 +23,7 @@ __all__ = ["load"]
 def load(
     model: str | Path | None = None,
     *,
+    revision: str | None = None,
     dtype: str | None = None,
     prefill_chunk: int = 512,
     logits_tile_bytes: int = 64 << 20,
@@ -30,6 +31,7 @@ def load(
 ) -> Model:
     """Loads a checkpoint for MLX: a folder, a Hub id, or None for the bundled one.
 
+    `revision` is a branch, tag or commit of a Hub id;
     `dtype` ("float32", "bfloat16", "float16") converts dense weights, None keeps them;
     `prefill_chunk` is in tokens; `logits_tile_bytes` bounds the float32 logits that exist at once;
     `strict` refuses tensors the model does not know. Raises `CheckpointError`, `ConfigError`, and
@@ -42,7 +44,7 @@ def load(
     from dgemma.model import Model
     from mlx_dgemma.backend import MlxBackend
 
-    checkpoint = open_checkpoint(resolve_model(model), strict=strict)
+    checkpoint = open_checkpoint(resolve_model(model, revision=revision), strict=strict)
     backend = MlxBackend.from_checkpoint(
         checkpoint,
         dtype=dtype,

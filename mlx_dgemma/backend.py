@@ -17,12 +17,13 @@ import mlx.core as mx
 import numpy as np
 
 from dgemma.backend import Backend, Denoise, Extend, Float32, Int32, Prefix, Statistics, Work
+from dgemma.checkpoint import Checkpoint
 from dgemma.errors import BackendError, ConfigError
 from mlx_dgemma import experts
 from mlx_dgemma.cache import MlxPrefix
 from mlx_dgemma.model import MlxModel, Row, SavedWork
 from mlx_dgemma.statistics import DEFAULT_TILE_BYTES, Head
-from mlx_dgemma.weights import Source, load_weights
+from mlx_dgemma.weights import load_weights
 from mlx_dgemma.worker import Worker
 
 DEFAULT_PREFILL_CHUNK = 512
@@ -47,7 +48,7 @@ class MlxBackend(Backend):
     @classmethod
     def from_checkpoint(
         cls,
-        checkpoint: Source,
+        checkpoint: Checkpoint,
         *,
         dtype: str | None = None,
         prefill_chunk: int = DEFAULT_PREFILL_CHUNK,

@@ -9,13 +9,11 @@ Not here: files and their checks (`dgemma.checkpoint`), what the weights are use
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import mlx.core as mx
-from numpy.typing import NDArray
 
+from dgemma.checkpoint import Checkpoint, TensorInfo
 from dgemma.config import LayerConfig, ModelConfig
 from dgemma.errors import CheckpointError, ConfigError, DgemmaWarning
 from mlx_dgemma.experts import Experts, ExpertWeights, choose_experts
@@ -26,39 +24,6 @@ DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
 _STORED_FLOATS = {"F32": mx.float32, "BF16": mx.bfloat16, "F16": mx.float16}
 _DECODER = "model.decoder"
 _ENCODER = "model.encoder.language_model"
-
-
-class QuantizedInfo(Protocol):
-    """How one module is packed."""
-
-    @property
-    def group_size(self) -> int: ...
-    @property
-    def bits(self) -> int: ...
-    @property
-    def mode(self) -> str: ...
-
-
-class TensorInfo(Protocol):
-    """What is known of a tensor before it is read."""
-
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-
-class Source(Protocol):
-    """The part of `dgemma.checkpoint.Checkpoint` that loading needs."""
-
-    @property
-    def config(self) -> ModelConfig: ...
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]: ...
-    @property
-    def quantized(self) -> Mapping[str, QuantizedInfo]: ...
-
-    def read(self, name: str, /) -> NDArray[Any]: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,7 +67,7 @@ class Weights:
     layers: tuple[LayerWeights, ...]
 
 
-def load_weights(source: Source, *, dtype: str | None, native: bool) -> Weights:
+def load_weights(source: Checkpoint, *, dtype: str | None, native: bool) -> Weights:
     """Reads and evaluates every tensor of the text model.
 
     `dtype` converts dense weights ("float32", "bfloat16", "float16"; None keeps the checkpoint's,
@@ -126,7 +91,7 @@ def load_weights(source: Source, *, dtype: str | None, native: bool) -> Weights:
 class _Loader:
     """Reads tensors of one source into one dtype."""
 
-    def __init__(self, source: Source, dtype: str | None, native: bool) -> None:
+    def __init__(self, source: Checkpoint, dtype: str | None, native: bool) -> None:
         self.source = source
         self.native = native
         stored = self._info(f"{_DECODER}.norm.weight").dtype
@@ -195,7 +160,7 @@ class _Loader:
 
     def stored(self, path: str, suffix: str = ".weight") -> Dense | Quantized:
         """The module at `path`: packed, or dense under `path + suffix`."""
-        packed = self.source.quantized.get(path)
+        packed = self.source.quantization.of(path)
         if packed is None:
             return Dense(self.dense(path + suffix))
         biases = self.dense(f"{path}.biases") if packed.mode == "affine" else None

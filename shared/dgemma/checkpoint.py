@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, cast
@@ -27,29 +27,23 @@ from dgemma.config import GenerationConfig, ModelConfig
 from dgemma.errors import CheckpointError, DgemmaWarning
 from dgemma.model_card import ModelCard, read_model_card
 from dgemma.quantization import Quantization, Quantized, unsupported_format
-from dgemma.safetensors_file import SafetensorsFile, StoredTensor, show
-from dgemma.tensors import Placement, Shape
+from dgemma.safetensors_file import show
+from dgemma.tensor_pieces import Piece, TensorInfo, assemble, describe
+from dgemma.tensors import Shape
 
 _FLOATS = ("BF16", "F16", "F32")
 
 
-@dataclass(frozen=True, kw_only=True)
-class TensorInfo:
-    """A tensor under its canonical name; `dtype` as safetensors spells it ("BF16", "U32")."""
-
-    name: str
-    dtype: str
-    shape: Shape
-    nbytes: int
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Piece:
-    """A stored tensor and which part of a canonical one it is."""
+class _Found:
+    """What the weight files hold, checked."""
 
-    place: Placement
-    file: SafetensorsFile
-    stored: StoredTensor
+    pieces: dict[str, tuple[Piece, ...]]
+    infos: dict[str, TensorInfo]
+    quantized: dict[str, Quantized | None]
+    unknown: list[str]
+    copies: int
+    formats: set[str]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -61,13 +55,15 @@ class Checkpoint:
     generation: GenerationConfig
     format: Literal["hf", "mlx"]
     tensors: Mapping[str, TensorInfo]
-    """Canonical name -> what is stored: the text model's tensors, then the vision tower's."""
+    """Canonical name -> what is stored: the text model's tensors, then the vision tower's.
+
+    Experts are `x.experts.gate_up_proj` when dense, as in the release; every quantized module `m`,
+    experts included, is `m.weight`, `m.scales` and, in affine mode, `m.biases`.
+    """
     quantization: Quantization
-    """What config.json says; `quantized` is what the stored tensors confirm."""
-    quantized: Mapping[str, Quantized]
-    """Canonical module -> its packing, for the modules whose `.scales` are stored."""
+    """The packing of the modules that really are packed: those whose `.scales` are stored."""
     card: ModelCard
-    _pieces: Mapping[str, tuple[_Piece, ...]]
+    _pieces: Mapping[str, tuple[Piece, ...]]
 
     @property
     def licence(self) -> str | None:
@@ -94,10 +90,7 @@ class Checkpoint:
         Read-only and memory-mapped, except that experts stored one by one are copied together.
         Raises `KeyError` for a name that is not in `tensors`.
         """
-        pieces = self._pieces[name]
-        if len(pieces) == 1 and pieces[0].place.part is None:
-            return pieces[0].file.read(pieces[0].stored.name)
-        return _assemble(name, pieces)
+        return assemble(name, self._pieces[name])
 
 
 def bundled_checkpoint() -> Path:
@@ -115,31 +108,23 @@ def open_checkpoint(folder: str | Path, *, strict: bool = False) -> Checkpoint:
     folder = Path(folder).expanduser()
     checkpoint_files.check_folder(folder)
     raw = read_json(folder / "config.json")
-    quantization = Quantization.from_config(raw)
+    meant = Quantization.from_config(raw)
     config = ModelConfig.from_dict(raw)
-    if (folder / "hf_quant_config.json").is_file() and quantization.is_empty:
+    if (folder / "hf_quant_config.json").is_file() and meant.is_empty:
         raise unsupported_format("ModelOpt")
-    expected = tensors.expected_tensors(config)
-    weights = _complete_weights(folder, expected)
-    try:
-        pieces = _arrange(weights, expected, strict=strict)
-        infos, quantized = _check(expected, pieces, weights, quantization)
-    except CheckpointError as error:
-        if weights.missing:
-            raise checkpoint_files.incomplete(folder, weights.missing) from error
-        raise
-    quantization.warn_unmatched({tensors.module_of(name) for name in infos})
-    is_mlx = bool(quantized) or any(f.metadata.get("format") == "mlx" for f in weights.files)
+    found = _find(folder, tensors.expected_tensors(config), meant)
+    _report_oddities(found, strict=strict)
+    meant.warn_unmatched({tensors.module_of(name) for name in found.infos})
+    is_mlx = bool(found.quantized) or "mlx" in found.formats
     return Checkpoint(
         folder=folder,
         config=config,
         generation=_read_generation(folder, raw),
         format="mlx" if is_mlx else "hf",
-        tensors=MappingProxyType(infos),
-        quantization=quantization,
-        quantized=MappingProxyType(quantized),
+        tensors=MappingProxyType(found.infos),
+        quantization=Quantization(overrides=MappingProxyType(found.quantized)),
         card=read_model_card(folder),
-        _pieces=MappingProxyType(pieces),
+        _pieces=MappingProxyType(found.pieces),
     )
 
 
@@ -154,34 +139,52 @@ def _read_generation(folder: Path, raw: Mapping[str, Any]) -> GenerationConfig:
     return GenerationConfig.from_dict(cast("Mapping[str, Any] | None", inner))
 
 
-def _complete_weights(folder: Path, expected: Mapping[str, Shape]) -> WeightFiles:
-    """The weight files, following the index where it holds true and doing without where not."""
+def _find(folder: Path, expected: Mapping[str, Shape], meant: Quantization) -> _Found:
+    """Everything the model needs, following the index where it holds true."""
     weights = checkpoint_files.find_weights(folder)
-    lacking = _lacking(weights, expected)
-    if lacking and weights.unread:
-        paths = sorted([file.path for file in weights.files] + list(weights.unread))
-        everything = checkpoint_files.open_weights(paths)
-        if not _lacking(everything, expected):
-            checkpoint_files.warn_stale(folder)
-            return everything
-    if lacking and weights.missing:
-        raise checkpoint_files.incomplete(folder, weights.missing)
-    if weights.stale and not lacking:
-        checkpoint_files.warn_stale(folder)
-    return weights
+    try:
+        found = _match(weights, expected, meant)
+    except CheckpointError as error:
+        # Files the index does not know may hold what those it names do not.
+        if weights.unread:
+            paths = sorted([file.path for file in weights.files] + list(weights.unread))
+            try:
+                found = _match(checkpoint_files.open_weights(paths), expected, meant)
+            except CheckpointError:
+                pass
+            else:
+                checkpoint_files.warn_stale(folder, weights.missing)
+                return found
+        if weights.missing:
+            raise checkpoint_files.incomplete(folder, weights.missing) from error
+        raise
+    if weights.stale:
+        checkpoint_files.warn_stale(folder, weights.missing)
+    return found
 
 
-def _lacking(weights: WeightFiles, expected: Mapping[str, Shape]) -> bool:
-    placed = {place.name for place in map(tensors.place, weights.tensors) if place is not None}
-    return not placed.issuperset(expected)
+def _match(weights: WeightFiles, expected: Mapping[str, Shape], meant: Quantization) -> _Found:
+    """What a set of files holds, in canonical names, compared with what the model needs."""
+    pieces, unknown, copies = _arrange(weights, expected)
+    infos, quantized = _check(expected, pieces, weights, meant)
+    for name in [name for name in pieces if name in quantized]:
+        pieces[f"{name}.weight"] = pieces.pop(name)
+    return _Found(
+        pieces=pieces,
+        infos=infos,
+        quantized=quantized,
+        unknown=unknown,
+        copies=copies,
+        formats={file.metadata.get("format", "") for file in weights.files},
+    )
 
 
 def _arrange(
-    weights: WeightFiles, expected: Mapping[str, Shape], *, strict: bool
-) -> dict[str, tuple[_Piece, ...]]:
-    """Stored tensors under their canonical names; unknown ones are warned about or refused."""
+    weights: WeightFiles, expected: Mapping[str, Shape]
+) -> tuple[dict[str, tuple[Piece, ...]], list[str], int]:
+    """Stored tensors under canonical names, the unknown names, and the count of encoder copies."""
     known = _known_names(expected)
-    grouped: dict[str, list[_Piece]] = {}
+    grouped: dict[str, list[Piece]] = {}
     unknown: list[str] = []
     copies = 0
     for name, (file, stored) in weights.tensors.items():
@@ -195,18 +198,12 @@ def _arrange(
                         f"{show(name)} and {show(other.stored.name)} are both {show(canonical)}; "
                         "only one of them may be stored"
                     )
-            pieces.append(_Piece(place=place, file=file, stored=stored))
+            pieces.append(Piece(place=place, file=file, stored=stored))
         elif tensors.decoder_twin(canonical) in known:
             copies += 1
         elif not canonical.startswith("lm_head.") and not tensors.is_derived(name):
             unknown.append(name)
-    _report_unknown(unknown, strict=strict)
-    if copies:
-        _warn(
-            f"{copies} encoder text tensor(s) are stored although the encoder shares the "
-            "decoder's, which are used"
-        )
-    return {name: tuple(pieces) for name, pieces in grouped.items()}
+    return {name: tuple(pieces) for name, pieces in grouped.items()}, unknown, copies
 
 
 def _known_names(expected: Mapping[str, Shape]) -> set[str]:
@@ -215,7 +212,14 @@ def _known_names(expected: Mapping[str, Shape]) -> set[str]:
     return set(expected).union(f"{m}.{part}" for m in modules for part in tensors.QUANTIZED_PARTS)
 
 
-def _report_unknown(unknown: list[str], *, strict: bool) -> None:
+def _report_oddities(found: _Found, *, strict: bool) -> None:
+    """Warns of what was left unread, or refuses it where it is unknown and `strict`."""
+    if found.copies:
+        _warn(
+            f"{found.copies} encoder text tensor(s) are stored although the encoder shares the "
+            "decoder's, which are used"
+        )
+    unknown = found.unknown
     if not unknown:
         return
     shown = ", ".join(map(show, unknown[:3])) + (", ..." if len(unknown) > 3 else "")
@@ -227,15 +231,15 @@ def _report_unknown(unknown: list[str], *, strict: bool) -> None:
 
 def _check(
     expected: Mapping[str, Shape],
-    pieces: Mapping[str, tuple[_Piece, ...]],
+    pieces: Mapping[str, tuple[Piece, ...]],
     weights: WeightFiles,
     quantization: Quantization,
-) -> tuple[dict[str, TensorInfo], dict[str, Quantized]]:
+) -> tuple[dict[str, TensorInfo], dict[str, Quantized | None]]:
     """Compares what is stored with what the model needs, shapes and types included."""
     _check_missing(expected, pieces, weights)
-    stored = {name: _describe(name, parts) for name, parts in pieces.items()}
+    stored = {name: describe(name, parts) for name, parts in pieces.items()}
     infos: dict[str, TensorInfo] = {}
-    quantized: dict[str, Quantized] = {}
+    quantized: dict[str, Quantized | None] = {}
     for name, shape in expected.items():
         module = tensors.module_of(name)
         if len(shape) > 1 and f"{module}.scales" in stored:
@@ -245,8 +249,9 @@ def _check(
                     f"{module} is stored quantized, but config.json says it is not; "
                     "its `quantization` must say how"
                 )
-            for info in _check_packed(module, stored, name, shape, packing):
-                infos[info.name] = info
+            weight, *others = _check_packed(module, stored, name, shape, packing)
+            infos[f"{module}.weight"] = replace(weight, name=f"{module}.weight")
+            infos.update((info.name, info) for info in others)
             quantized[module] = packing
         else:
             infos[name] = _check_dense(stored[name], shape)
@@ -261,7 +266,7 @@ def _check(
 
 
 def _check_missing(
-    expected: Mapping[str, Shape], pieces: Mapping[str, tuple[_Piece, ...]], weights: WeightFiles
+    expected: Mapping[str, Shape], pieces: Mapping[str, tuple[Piece, ...]], weights: WeightFiles
 ) -> None:
     missing = [name for name in expected if name not in pieces]
     head = weights.tensors.get("lm_head.weight")
@@ -338,67 +343,6 @@ def _check_shape(info: TensorInfo, shape: Shape, said: str = "") -> None:
         raise CheckpointError(
             f"{info.name} has shape {list(info.shape)}, but config.json implies {list(shape)}{said}"
         )
-
-
-def _describe(name: str, pieces: tuple[_Piece, ...]) -> TensorInfo:
-    """Type and shape of a tensor, put together from its pieces."""
-    first = pieces[0].stored
-    if any(piece.stored.dtype != first.dtype for piece in pieces):
-        raise CheckpointError(f"{name} is stored in pieces of different types; convert it again")
-    shape = first.shape
-    if pieces[0].place.part is not None:
-        shapes = [_stacked_shape(name, group) for group in _by_part(name, pieces)]
-        shape = shapes[0]
-        if any(len(s) != 3 or (s[0], s[2]) != (shape[0], shape[2]) for s in shapes):
-            raise CheckpointError(f"{name}: its pieces' shapes do not fit together: {shapes}")
-        shape = (shape[0], sum(s[1] for s in shapes), shape[2])
-    return TensorInfo(
-        name=name,
-        dtype=first.dtype,
-        shape=shape,
-        nbytes=sum(piece.stored.nbytes for piece in pieces),
-    )
-
-
-def _by_part(name: str, pieces: tuple[_Piece, ...]) -> list[list[_Piece]]:
-    """Pieces by expert number within their part; gate rows come before up rows."""
-    parts = {piece.place.part for piece in pieces}
-    for order in (("gate", "up"), ("gate_up",), ("down",)):
-        if parts == set(order):
-            return [
-                sorted(
-                    (piece for piece in pieces if piece.place.part == part),
-                    key=lambda piece: piece.place.expert or 0,
-                )
-                for part in order
-            ]
-    raise CheckpointError(f"{name} has only the parts {', '.join(sorted(map(str, parts)))}")
-
-
-def _stacked_shape(name: str, group: list[_Piece]) -> Shape:
-    """Shape of one part over all experts, [E, rows, columns]."""
-    shape = group[0].stored.shape
-    if len(group) == 1 and group[0].place.expert is None:
-        return shape
-    part = group[0].place.part
-    for number, piece in enumerate(group):
-        if piece.place.expert != number:
-            raise CheckpointError(f"{name} lacks the {part} matrix of expert {number}")
-        if piece.stored.shape != shape:
-            raise CheckpointError(
-                f"{piece.stored.name} has shape {list(piece.stored.shape)}, "
-                f"but expert 0 has {list(shape)}"
-            )
-    return (len(group), *shape)
-
-
-def _assemble(name: str, pieces: tuple[_Piece, ...]) -> np.ndarray[Any, np.dtype[Any]]:
-    """Packs experts: stacks them by number, gate rows before up rows."""
-    stacks: list[np.ndarray[Any, np.dtype[Any]]] = []
-    for group in _by_part(name, pieces):
-        arrays = [piece.file.read(piece.stored.name) for piece in group]
-        stacks.append(arrays[0] if group[0].place.expert is None else np.stack(arrays))
-    return stacks[0] if len(stacks) == 1 else np.concatenate(stacks, axis=1)
 
 
 def _warn(message: str) -> None:

@@ -138,11 +138,12 @@ def incomplete(folder: Path, missing: tuple[str, ...]) -> CheckpointError:
     )
 
 
-def warn_stale(folder: Path) -> None:
-    """Says that the index was not followed."""
+def warn_stale(folder: Path, missing: tuple[str, ...]) -> None:
+    """Says that the index was not followed, although everything needed was found."""
+    fault = f"names {len(missing)} file(s) that are not there" if missing else "misplaces tensors"
     warnings.warn(
-        f"{folder / INDEX} is stale: it does not match the weight files beside it, "
-        "which were used instead",
+        f"{folder / INDEX} is stale: it {fault}; the files that are there hold what the text model "
+        "needs and were used",
         DgemmaWarning,
         stacklevel=4,
     )

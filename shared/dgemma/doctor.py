@@ -84,7 +84,7 @@ def tensor_classes(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
         row = table.setdefault(kind, {"parameters": 0, "bytes": 0, "stored": []})
         row["parameters"] += count.get(name, 0)
         row["bytes"] += info.nbytes
-        packing = checkpoint.quantized.get(tensors.module_of(name))
+        packing = checkpoint.quantization.of(tensors.module_of(name))
         stored = (
             info.dtype
             if packing is None
@@ -140,10 +140,12 @@ def render(data: Mapping[str, Any]) -> str:
 def _parameter_counts(checkpoint: Checkpoint) -> dict[str, int]:
     """Parameters by tensor name: packed matrices count unpacked, scales and biases not at all."""
     counts = tensors.parameters(checkpoint.config)
+    # Dense experts are named without ".weight", packed ones with it.
+    counts |= {f"{name}.weight": size for name, size in counts.items() if ".experts." in name}
     for name, info in checkpoint.tensors.items():
         if name in counts or not tensors.is_vision(name):
             continue
-        packing = checkpoint.quantized.get(tensors.module_of(name))
+        packing = checkpoint.quantization.of(tensors.module_of(name))
         size = info.nbytes * 8 // _bits(info.dtype)
         if packing is None:
             counts[name] = size

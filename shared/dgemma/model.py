@@ -9,7 +9,7 @@ Not here: loading weights (a backend's `load`), files (`checkpoint.py`), the scr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import Any, Unpack, cast
 
@@ -24,7 +24,8 @@ from dgemma.errors import PromptError
 from dgemma.options import Options, Plan, plan, resolve_seed
 from dgemma.reply import Reply, ReplyBuilder, StreamEvent
 from dgemma.scheduler import Failed, Scheduler
-from dgemma.tokenizer import StopStrings, Tokenizer, end_tokens
+from dgemma.text import StopStrings
+from dgemma.tokenizer import Tokenizer, end_tokens
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | Sequence[Message]
@@ -162,7 +163,7 @@ class Model:
                     raise event.error
                 yield event
 
-    def _run(self, plans: Sequence[Plan], options: Options) -> Iterator[tuple[int, StreamEvent]]:
+    def _run(self, plans: Sequence[Plan], options: Options) -> Generator[tuple[int, StreamEvent]]:
         """Runs plans as one batch; yields (index of the plan, event)."""
         self.backend.reset_peak_memory()
         scheduler = Scheduler(self.backend)

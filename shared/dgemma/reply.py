@@ -21,7 +21,8 @@ from dgemma.backend import Int32
 from dgemma.decoders import Commit, Draft, Event, Finish, Mode
 from dgemma.layout import FinishReason
 from dgemma.options import Plan
-from dgemma.tokenizer import StopStrings, TextStream, Tokenizer
+from dgemma.text import StopStrings, TextStream
+from dgemma.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +140,8 @@ class ReplyBuilder:
         return self._finish("error", error)
 
     def _count(self, commit: Commit) -> None:
-        self._tokens += commit.tokens.tolist()
+        # Pads are neither text nor an end; a model that writes them has written nothing.
+        self._tokens += [t for t in commit.tokens.tolist() if t != self._tokenizer.pad_id]
         self._ended += commit.end_token is not None
         self._canvases += commit.steps > 0
         self._steps += commit.steps

@@ -99,7 +99,7 @@ class SafetensorsFile:
             )
         dtype = np.dtype(numpy_type)
         if tensor.nbytes == 0:
-            return np.zeros(tensor.shape, dtype)
+            return np.empty(tensor.shape, dtype)
         if self._map is None:
             with self.path.open("rb") as file:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -107,7 +107,9 @@ class SafetensorsFile:
             self._map, dtype, count=tensor.nbytes // dtype.itemsize, offset=tensor.start
         )
         # Some consumers read the bytes through a pointer and need them aligned.
-        return np.require(flat.reshape(tensor.shape), requirements="A")
+        array = np.require(flat.reshape(tensor.shape), requirements="A")
+        array.flags.writeable = False
+        return array
 
 
 def show(name: str) -> str:

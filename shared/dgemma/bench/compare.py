@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -81,7 +81,7 @@ def compare(
     return Comparison(peer=peer, pairs=tuple(found), command=" ".join(theirs[1:]))
 
 
-def _run(command: Sequence[str]) -> Mapping[str, Any] | Any:
+def _run(command: Sequence[str]) -> dict[str, Any]:
     # The peer's interpreter need not have dgemma installed: it finds it where this one did.
     roots = [str(Path(__file__).parents[2])]
     code = f"import sys; sys.path[:0] = {roots!r}; sys.argv = {list(command[2:])!r}; "

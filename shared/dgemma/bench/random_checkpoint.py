@@ -73,7 +73,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 4096,
     },
 }
-_VISION = {
+_VISION: dict[str, Any] = {
     "model_type": "gemma4_vision",
     "hidden_size": 16,
     "intermediate_size": 16,
@@ -148,7 +148,7 @@ def _config(shape: Mapping[str, Any], dtype: str) -> dict[str, Any]:
 
 def _vision_tensors(hidden: int) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the tower above, as transformers 5.24 stores it."""
-    width = _VISION["hidden_size"]
+    width: int = _VISION["hidden_size"]
     layer = "model.encoder.vision_tower.encoder.layers.0."
     norms = ("input_layernorm", "post_attention_layernorm")
     norms += ("pre_feedforward_layernorm", "post_feedforward_layernorm")
@@ -190,9 +190,7 @@ def _write_tensors(
             file.write((bfloat16_bits(values) if dtype == "bfloat16" else values).tobytes())
 
 
-def _values(
-    rng: np.random.Generator, name: str, shape: tuple[int, ...]
-) -> NDArray[np.float32]:
+def _values(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
     """Norms near 1, embeddings of unit rows, matrices that keep the size of what they multiply."""
     if "layer_scalar" in name:
         return np.full(shape, 0.9, dtype=np.float32)
@@ -217,9 +215,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    write_random_checkpoint(
-        args.folder, SHAPES[args.shape], dtype=args.dtype, seed=args.seed
-    )
+    write_random_checkpoint(args.folder, SHAPES[args.shape], dtype=args.dtype, seed=args.seed)
 
 
 if __name__ == "__main__":

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from dgemma.model import Model
 
 DESCRIPTION = (
-    "Measures prefill, one denoising step, the host's share, whole replies and peak memory. A table, "
-    "then one JSON object as the last line. With --peer: the same work by another program, in "
-    "alternating processes."
+    "Measures prefill, one denoising step, the host's share, whole replies and peak memory. A "
+    "table, then one JSON object as the last line. With --peer: the same work by another program, "
+    "in alternating processes."
 )
 
 
@@ -50,6 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser, backend: str | None) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.random and args.model:
         raise UsageError("--random and --model exclude each other")
+    prompts = _prompts(args.prompts)
+    _check_writable(args.out)
     with tempfile.TemporaryDirectory(prefix="dgemma-bench-") as folder:
         if args.random:
             from dgemma.bench.random_checkpoint import SHAPES, write_random_checkpoint
@@ -63,14 +65,14 @@ def run(args: argparse.Namespace) -> int:
                     seed=args.seed,
                 )
             )
-        lines = _compare(args) if args.peer else _measure(args)
+        lines = _compare(args) if args.peer else _measure(args, prompts)
     out = TextOutput()
     out.write("\n".join(lines))
     out.finish()
     return 0
 
 
-def _measure(args: argparse.Namespace) -> list[str]:
+def _measure(args: argparse.Namespace, prompts: tuple[str, ...]) -> list[str]:
     from dgemma.bench import report
 
     with closing(load_model(args)) as model:
@@ -86,10 +88,9 @@ def _measure(args: argparse.Namespace) -> list[str]:
         lines = [report.table(record["figures"])]
         if not args.random:
             say("measuring whole replies")
-            prompts = _prompts(args.prompts) or report.default_prompts(model)
             record["replies"] = report.run_replies(
                 model,
-                prompts,
+                prompts or report.default_prompts(model),
                 args.repeats,
                 mode=args.mode,
                 max_new_tokens=args.max_new_tokens,
@@ -131,10 +132,26 @@ def _fitting(wanted: int, model: Model) -> int:
 def _prompts(path: Path | None) -> tuple[str, ...]:
     if path is None:
         return ()
-    lines = tuple(line for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is not UTF-8 text (byte {error.start})") from error
+    lines = tuple(line for line in text.splitlines() if line.strip())
     if not lines:
         raise UsageError(f"{path} holds no prompts")
     return lines
+
+
+def _check_writable(path: Path | None) -> None:
+    """Finds out before the measuring, not after it."""
+    if path is None:
+        return
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise UsageError(f"cannot write to {path}: {error.strerror}") from error
 
 
 def _command() -> str:

@@ -1,0 +1,1 @@
+"""Checkpoints from one format into another. The converter is not built yet."""
