@@ -238,6 +238,11 @@ def run(*arrays: mx.array | None) -> None:
     mx.eval(*[array for array in arrays if array is not None])  # pyright: ignore[reportUnknownMemberType]
 
 
+def begin(*arrays: mx.array | None) -> None:
+    """Starts evaluating arrays without waiting; what is begun later runs later."""
+    mx.async_eval(*[array for array in arrays if array is not None])  # pyright: ignore[reportUnknownMemberType]
+
+
 def transposed32(x: mx.array) -> mx.array:
     """`x.T` in float32, laid out row by row, as the right operand of a product."""
     return mx.contiguous(x.astype(mx.float32).T)

@@ -32,9 +32,11 @@ from numpy.typing import NDArray
 from dgemma.backend import Denoise, Float32, Float64, Int32, Statistics, Work
 from dgemma.reference import CDF_TILE, select_in_tile, select_tile
 from mlx_dgemma.model import MlxModel
-from mlx_dgemma.products import PIECE_BYTES, pieces, run
+from mlx_dgemma.products import begin, pieces, run
 
 DEFAULT_TILE_BYTES = 64 << 20
+PIECES_PER_TILE = 16
+"""Passing values of a piece are this much smaller than a tile, and several exist at once."""
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 IntArray = NDArray[np.integer[Any]]
@@ -112,8 +114,8 @@ class Head:
         self.cap = model.config.final_logit_softcapping
         self.vocabulary = model.config.vocab_size
         self.tile_rows = max(1, tile_bytes // (4 * self.vocabulary))
-        # A piece's passing values stay small beside the tile, and so does a widened piece of E.
-        fitting = PIECE_BYTES // (4 * self.tile_rows)
+        # A piece's passing values stay small beside the tile.
+        fitting = tile_bytes // PIECES_PER_TILE // (4 * self.tile_rows)
         size = min(fitting, model.weights.embedding.rows_per_piece)
         self.pieces = pieces(self.vocabulary, max(1, size // CDF_TILE) * CDF_TILE)
 
@@ -145,8 +147,13 @@ class Head:
 
     def _tile(self, hidden: mx.array, wanted: _Wanted) -> _Tile:
         temperatures = mx.array(wanted.temperatures)
-        shaped = [self._capped(hidden, *span) / temperatures for span in self.pieces]
-        maxima = mx.concatenate([_per_tile(part, mx.max) for part in shaped])  # [T, R]
+        shaped: list[mx.array] = []
+        peaks: list[mx.array] = []
+        for span in self.pieces:
+            shaped.append(self._capped(hidden, *span) / temperatures)
+            peaks.append(_per_tile(shaped[-1], mx.max))
+            begin(shaped[-1], peaks[-1])
+        maxima = mx.concatenate(peaks)  # [T, R]
         highest = mx.max(maxima, axis=0)
         masses: list[mx.array] = []
         weighted: list[mx.array] = []
@@ -157,6 +164,8 @@ class Head:
             masses.append(_per_tile(mass, mx.sum))
             weighted.append(_per_tile(mass * relative, mx.sum))
             soft.add(part, mass, start, stop)
+            # Begun piece by piece: MLX might otherwise hold the masses of all pieces at once.
+            begin(masses[-1], weighted[-1], soft.sum, soft.total)
         sums = (maxima, mx.concatenate(masses), mx.concatenate(weighted))
         target = self._at(shaped, wanted.targets)
         embedding = soft.result()

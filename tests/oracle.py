@@ -164,7 +164,7 @@ class Packing:
 
 @dataclass(eq=False)
 class MemoryCheckpoint:
-    """A checkpoint that never was a file: what `mlx_dgemma.weights.Source` asks for."""
+    """A checkpoint that never was a file: as much of `dgemma.checkpoint.Checkpoint` as is loaded."""
 
     config: ModelConfig
     arrays: dict[str, tuple[str, NDArray[Any]]]
@@ -178,6 +178,13 @@ class MemoryCheckpoint:
     @property
     def tensors(self) -> Mapping[str, Info]:
         return {name: self.Info(dtype, array.shape) for name, (dtype, array) in self.arrays.items()}
+
+    @property
+    def quantization(self) -> MemoryCheckpoint:
+        return self
+
+    def of(self, module: str) -> Packing | None:
+        return self.quantized.get(module)
 
     def read(self, name: str) -> NDArray[Any]:
         return self.arrays[name][1]
