@@ -22,6 +22,7 @@ from dgemma.errors import BackendError, ConfigError
 from mlx_dgemma import experts
 from mlx_dgemma.cache import MlxPrefix
 from mlx_dgemma.model import MlxModel, Row, SavedWork
+from mlx_dgemma.probe import choices, has_gpu
 from mlx_dgemma.statistics import DEFAULT_TILE_BYTES, Head
 from mlx_dgemma.weights import load_weights
 from mlx_dgemma.worker import Worker
@@ -70,7 +71,7 @@ class MlxBackend(Backend):
         worker = Worker("mlx-dgemma")
 
         def build() -> tuple[MlxModel, Head]:
-            native = _has_gpu() if native_products is None else native_products
+            native = has_gpu() if native_products is None else native_products
             model = MlxModel(load_weights(checkpoint, dtype=dtype, native=native))
             if native and (fault := _test_experts(model)):
                 raise BackendError(f"{fault}; update macOS and mlx, or run on the CPU")
@@ -89,16 +90,11 @@ class MlxBackend(Backend):
         return self._model.saved
 
     def describe(self) -> dict[str, str]:
-        """Device and chosen implementations, with the reasons, for `doctor`."""
-        native = self._model.weights.native
+        """Device, dtype and chosen implementations, with the reasons."""
         return {
-            "device": "gpu" if self._worker.run(_has_gpu) else "cpu",
+            "device": "gpu" if self._worker.run(has_gpu) else "cpu",
             "dtype": str(self._model.weights.dtype).removeprefix("mlx.core."),
-            "products": "MLX's own, in the weights' dtype"
-            if native
-            else "float32, weights widened a piece at a time: MLX's CPU products of other dtypes "
-            "run outside BLAS",
-            "experts": experts.reason_for(native=native),
+            **choices(native=self._model.weights.native),
         }
 
     def new_prefix(self) -> MlxPrefix:
@@ -252,10 +248,6 @@ class MlxBackend(Backend):
         except _NotFiniteError as found:
             return str(found)
         return ""
-
-
-def _has_gpu() -> bool:
-    return mx.default_device().type == mx.DeviceType.gpu
 
 
 def _test_experts(model: MlxModel) -> str:
