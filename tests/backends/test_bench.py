@@ -1,4 +1,4 @@
-"""The measuring itself: random checkpoints, records, and comparisons that compare like with like."""
+"""The measuring itself: random checkpoints, records, and fair comparisons."""
 
 import json
 
