@@ -38,6 +38,8 @@ DEFAULT_TILE_BYTES = 64 << 20
 PIECES_PER_TILE = 16
 """Passing values of a piece are this much smaller than a tile, and several exist at once."""
 
+_GROUP = 32
+
 Scalar = TypeVar("Scalar", bound=np.generic)
 IntArray = NDArray[np.integer[Any]]
 Flags = NDArray[np.bool_]
@@ -292,12 +294,15 @@ class _SoftEmbedding:
 
 
 def _per_tile(part: mx.array, reduce: Callable[..., mx.array]) -> mx.array:
-    """Reduces [n, R] over every 1,024 tokens, the last ones fewer: [ceil(n / 1024), R]."""
+    """Reduces [n, R] over every 1,024 tokens, the last ones fewer: [ceil(n / 1024), R].
+
+    In two rounds of 32: a float32 sum of 1,024 equal masses one by one is off by up to 4e-6.
+    """
     whole = part.shape[0] // CDF_TILE * CDF_TILE
     results: list[mx.array] = []
     if whole:
-        shape = (whole // CDF_TILE, CDF_TILE, part.shape[1])
-        results.append(reduce(mx.reshape(part[:whole], shape), axis=1))
+        shape = (whole // CDF_TILE, _GROUP, CDF_TILE // _GROUP, part.shape[1])
+        results.append(reduce(reduce(mx.reshape(part[:whole], shape), axis=2), axis=1))
     if whole < part.shape[0]:
         results.append(reduce(part[whole:], axis=0, keepdims=True))
     return results[0] if len(results) == 1 else mx.concatenate(results)

@@ -191,6 +191,7 @@ def changed(source: MemoryCheckpoint, name: str) -> MemoryCheckpoint:
     return MemoryCheckpoint(source.config, arrays)
 
 
+@pytest.mark.slow
 def test_every_tensor_matters() -> None:
     """No tensor can be dropped or swapped unseen (B02), and what is read is what is stored."""
     oracle = Oracle.build(
@@ -286,6 +287,7 @@ def test_bfloat16_stays_within_the_bound_where_the_reference_does() -> None:
     assert exact <= 1.02 * reference
 
 
+@pytest.mark.slow
 def test_bfloat16_is_no_further_from_float32_than_the_reference() -> None:
     """All six layers; 1.05 because two roundings of the same size differ by chance."""
     oracles = [Oracle.build(n, "bfloat16", top_k_experts=8) for n in range(6)]
