@@ -57,7 +57,7 @@ def load(
 def probe() -> dict[str, Any]:
     """What MLX would run on here, and how, for `dgemma doctor`. Raises what `load` raises."""
     check_mlx()
-    from mlx_dgemma.probe import probe
+    from mlx_dgemma.choices import probe
 
     return probe()
 

@@ -87,12 +87,13 @@ def test_a_comparison_alternates_and_takes_ratios_pair_by_pair(tmp_path, monkeyp
         program = command[3]
         order.append(program)
         value = 2.0 if program == "dgemma" else 4.0 * (1 + order.count("mlx-vlm"))
-        return dict.fromkeys(compare.METRICS, value)
+        return {**dict.fromkeys(compare.METRICS, value), "program": program, "version": "1"}
 
     monkeypatch.setattr(compare, "_run", run)
     found = compare.compare(tmp_path, pairs=3)
     assert order == ["dgemma", "mlx-vlm", "mlx-vlm", "dgemma", "dgemma", "mlx-vlm"]
     assert found.ratios("step_s") == [2 / 8, 2 / 12, 2 / 16]
+    assert found.to_dict()["versions"] == {"dgemma": "1", "mlx-vlm": "1"}
 
 
 def test_a_side_that_fails_is_one_line(tmp_path):

@@ -273,6 +273,7 @@ def test_mlx_without_metal_or_device_info_is_told_as_it_is(monkeypatch):
     state = mlx_dgemma.probe()
     assert (state["metal"], state["name"], state["memory_bytes"]) == (False, "unknown", None)
     assert state["choices"]["experts"]
+    assert callable(mlx_dgemma.probe)  # not shadowed by a submodule that was imported meanwhile
 
 
 @pytest.mark.slow

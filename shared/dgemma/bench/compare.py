@@ -25,11 +25,10 @@ METRICS = ("prefill_s", "step_s", "peak_memory_bytes", "resident_bytes")
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """What both sides measured, pair by pair, and how to do it again."""
+    """What both sides measured, pair by pair."""
 
     peer: str
     pairs: tuple[tuple[dict[str, Any], dict[str, Any]], ...]  # (dgemma, peer)
-    command: str
 
     def ratios(self, metric: str) -> list[float]:
         """dgemma / peer, pair by pair; below 1 is less than the peer."""
@@ -38,7 +37,7 @@ class Comparison:
     def to_dict(self) -> dict[str, Any]:
         return {
             "peer": self.peer,
-            "command": self.command,
+            "versions": {side["program"]: side["version"] for side in self.pairs[0]},
             "metrics": {
                 metric: {
                     "dgemma": median(ours[metric] for ours, _ in self.pairs),
@@ -78,7 +77,7 @@ def compare(
         else:
             first = _run(theirs)
             found.append((_run(ours), first))
-    return Comparison(peer=peer, pairs=tuple(found), command=" ".join(theirs[1:]))
+    return Comparison(peer=peer, pairs=tuple(found))
 
 
 def _run(command: Sequence[str]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ def describe() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         "dgemma": __version__,
-        "packages": {name: version for name in _PACKAGES if (version := _version(name))},
+        "packages": {name: version for name in _PACKAGES if (version := package_version(name))},
     }
 
 
@@ -45,8 +45,9 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def _version(package: str) -> str | None:
+def package_version(package: str) -> str | None:
+    """The version of an installed package, of dgemma also where it is run from its sources."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
-        return None
+        return __version__ if package == "dgemma" else None

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from dgemma.bench.machine import peak_resident_bytes
+from dgemma.bench.machine import package_version, peak_resident_bytes
 from dgemma.bench.measure import NeverStop, random_prompt
 from dgemma.config import ModelConfig
 from dgemma.decoders import Commit, decoder
@@ -153,6 +153,7 @@ def main() -> None:
         found = run_dgemma(args.folder, args.backend, args.prompt_tokens, args.steps)
     else:
         found = run_mlx_vlm(args.folder, args.prompt_tokens, args.steps)
+    found |= {"program": args.program, "version": package_version(args.program)}
     found["step_s"] = found["canvas_s"] / args.steps
     found["resident_bytes"] = peak_resident_bytes()
     print(json.dumps(found))

@@ -1,5 +1,7 @@
 """What MLX would run on here, and which implementations that means: for `dgemma doctor`.
 
+Named apart from `mlx_dgemma.probe`, the function: a submodule of that name would replace it.
+
 Not here: the choosing itself (`backend.py`, `experts.py`).
 """
 
