@@ -46,7 +46,10 @@ class Tokenizer:
         specials = [token for token in added.values() if token.special]
         self.special_tokens = {token.content: i for i, token in added.items() if token.special}
         self._special_ids = frozenset(self.special_tokens.values())
-        self._spelling = _special_pattern(specials)
+        self._flags = {token.content: token for token in specials}
+        # Longest first, as the library matches.
+        spelled = sorted(self.special_tokens, key=len, reverse=True)
+        self._spelling = re.compile("|".join(map(re.escape, spelled))) if spelled else None
         usual = {k: text for k, text in _USUAL_NAMES.items() if text in self.special_tokens}
         self.named_tokens = {**usual, **named_tokens}
         """`bos_token`, `eos_token`, ... as the tokenizer's files spell them."""
@@ -103,12 +106,20 @@ class Tokenizer:
 
     def find_specials(self, text: str) -> list[Span]:
         """Where `text` spells control tokens, in order, as the library would find them."""
-        if self._spelling is None:
-            return []
-        return [
-            (match.start(), match.end(), self.special_tokens[match.group(match.lastgroup or 0)])
-            for match in self._spelling.finditer(text)
-        ]
+        spans: list[Span] = []
+        start = 0
+        for match in self._spelling.finditer(text) if self._spelling else ():
+            flags = self._flags[match.group()]
+            begin, end = match.span()
+            if flags.single_word and not _stands_alone(text, begin, end):
+                continue
+            if flags.lstrip:
+                begin = max(start, len(text[:begin].rstrip()))
+            if flags.rstrip:
+                end = len(text) - len(text[end:].lstrip())
+            spans.append((begin, end, self.special_tokens[match.group()]))
+            start = end
+        return spans
 
     def encode_around(self, text: str, spans: Iterable[Span]) -> list[int]:
         """Token ids of a text in which `spans` are control tokens and all else is only text."""
@@ -246,14 +257,12 @@ def named_tokens(tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
     return named
 
 
-def _special_pattern(specials: Sequence[Any]) -> re.Pattern[str] | None:
-    """One expression for all control tokens, longest first, with the library's stripping flags."""
-    parts: list[str] = []
-    for token in sorted(specials, key=lambda token: -len(token.content)):
-        before, after = (r"(?<!\w)", r"(?!\w)") if token.single_word else ("", "")
-        spelled = f"{before}(?P<t{len(parts)}>{re.escape(token.content)}){after}"
-        parts.append((r"\s*" if token.lstrip else "") + spelled + (r"\s*" if token.rstrip else ""))
-    return re.compile("|".join(parts)) if parts else None
+_WORD = re.compile(r"\w")
+
+
+def _stands_alone(text: str, begin: int, end: int) -> bool:
+    before, after = text[begin - 1 : begin], text[end : end + 1]
+    return not (_WORD.match(before) or _WORD.match(after))
 
 
 def one_line(error: Exception) -> str:
