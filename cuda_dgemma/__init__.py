@@ -6,7 +6,14 @@ from typing import Any, NoReturn
 
 from dgemma.errors import BackendError
 
+_NOT_BUILT = "the CUDA backend is not built yet; use the MLX backend (--backend mlx)"
+
 
 def load(model: str | None = None, **settings: Any) -> NoReturn:
     """Raises `BackendError`: there is nothing here to load with yet."""
-    raise BackendError("the CUDA backend is not built yet; use the MLX backend (--backend mlx)")
+    raise BackendError(_NOT_BUILT)
+
+
+def probe() -> NoReturn:
+    """Raises `BackendError`, as `load` does."""
+    raise BackendError(_NOT_BUILT)

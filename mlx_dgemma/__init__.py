@@ -10,14 +10,14 @@ from __future__ import annotations
 import importlib
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dgemma.errors import BackendError
 
 if TYPE_CHECKING:
     from dgemma.model import Model
 
-__all__ = ["load"]
+__all__ = ["load", "probe"]
 
 
 def load(
@@ -52,6 +52,14 @@ def load(
         logits_tile_bytes=logits_tile_bytes,
     )
     return Model.from_checkpoint(checkpoint, backend, name="" if model is None else str(model))
+
+
+def probe() -> dict[str, Any]:
+    """What MLX would run on here, and how, for `dgemma doctor`. Raises what `load` raises."""
+    check_mlx()
+    from mlx_dgemma.probe import probe
+
+    return probe()
 
 
 def check_mlx() -> None:

@@ -7,8 +7,9 @@
 The prefix is read where it lies: keys and values are sliced, never joined with the canvas's, and a
 tile's scores are bounded (`SCORE_BYTES`), so memory does not grow with the prefix. Own tokens come
 first: every query sees itself, so the running maximum is finite from the start, even where a tile
-is masked for some query. Measured against joining the scores of both segments for one softmax
-(6 layers, canvas 256, prefix 1,024): equal within noise, and that copies the scores.
+is masked for some query. Joining the scores of both segments for one softmax copies them and was no
+faster (256 queries, 8 heads of 128, prefix 1,024, float32 on mlx 0.32.4's CPU build: 73 ms against
+87 ms with OpenBLAS, 350 against 372 without; MLX's fused attention over joined keys 60 and 496).
 
 Scores lie as [K, keys, queries]: both products then have their untransposed operand on the right,
 which the CPU's BLAS wants (see `products.py`), and no query head's keys are repeated: the queries

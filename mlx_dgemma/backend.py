@@ -22,6 +22,7 @@ from dgemma.errors import BackendError, ConfigError
 from mlx_dgemma import experts
 from mlx_dgemma.cache import MlxPrefix
 from mlx_dgemma.model import MlxModel, Row, SavedWork
+from mlx_dgemma.probe import choices, has_gpu
 from mlx_dgemma.statistics import DEFAULT_TILE_BYTES, Head
 from mlx_dgemma.weights import load_weights
 from mlx_dgemma.worker import Worker
@@ -53,12 +54,15 @@ class MlxBackend(Backend):
         dtype: str | None = None,
         prefill_chunk: int = DEFAULT_PREFILL_CHUNK,
         logits_tile_bytes: int = DEFAULT_TILE_BYTES,
+        native_products: bool | None = None,
     ) -> MlxBackend:
         """Loads the weights and chooses how the products are computed.
 
         `dtype` converts dense weights; `prefill_chunk` is in tokens; `logits_tile_bytes` bounds the
-        float32 logits that exist at once. Raises `ConfigError` for values that cannot be, and what
-        `load_weights` raises.
+        float32 logits that exist at once; `native_products` overrides the choice between MLX's own
+        products (None: on a GPU) and float32 ones of widened weights. Raises `ConfigError` for
+        values that cannot be, `BackendError` where the self-test fails, and what `load_weights`
+        raises.
         """
         sizes = {"prefill_chunk": prefill_chunk, "logits_tile_bytes": logits_tile_bytes}
         for key, value in sizes.items():
@@ -67,9 +71,9 @@ class MlxBackend(Backend):
         worker = Worker("mlx-dgemma")
 
         def build() -> tuple[MlxModel, Head]:
-            on_gpu = mx.default_device().type == mx.DeviceType.gpu
-            model = MlxModel(load_weights(checkpoint, dtype=dtype, on_gpu=on_gpu))
-            if on_gpu and (fault := _test_experts(model)):
+            native = has_gpu() if native_products is None else native_products
+            model = MlxModel(load_weights(checkpoint, dtype=dtype, native=native))
+            if native and (fault := _test_experts(model)):
                 raise BackendError(f"{fault}; update macOS and mlx, or run on the CPU")
             return model, Head(model, logits_tile_bytes)
 
@@ -86,16 +90,11 @@ class MlxBackend(Backend):
         return self._model.saved
 
     def describe(self) -> dict[str, str]:
-        """Device and chosen implementations, with the reasons, for `doctor`."""
-        on_gpu = self._model.weights.on_gpu
+        """Device, dtype and chosen implementations, with the reasons."""
         return {
-            "device": "gpu" if on_gpu else "cpu",
+            "device": "gpu" if self._worker.run(has_gpu) else "cpu",
             "dtype": str(self._model.weights.dtype).removeprefix("mlx.core."),
-            "products": "MLX's own, in the weights' dtype"
-            if on_gpu
-            else "float32, weights widened a piece at a time: MLX's CPU products of other dtypes "
-            "run outside BLAS",
-            "experts": experts.reason_for(on_gpu=on_gpu),
+            **choices(native=self._model.weights.native),
         }
 
     def new_prefix(self) -> MlxPrefix:
@@ -186,6 +185,9 @@ class MlxBackend(Backend):
                     used += count
         for prefix, row in zip(prefixes, rows, strict=True):
             prefix.last_tokens = row.tokens
+        if max(done) > self.prefill_chunk:
+            # A long prompt leaves freed buffers of many sizes behind, which nothing else will use.
+            mx.clear_cache()
         return [mx.concatenate(parts) if parts else None for parts in outputs]
 
     def _next_chunks(self, rows: Sequence[Extend], done: list[int]) -> list[tuple[int, int, int]]:

@@ -79,14 +79,14 @@ class LoopedExperts:
         return _combine(mx.concatenate(parts), order, weights, x.dtype)
 
 
-def choose_experts(weights: ExpertWeights, *, on_gpu: bool) -> Experts:
-    """The kind that suits the device; `reason_for` says why."""
-    return GatheredExperts(weights) if on_gpu else LoopedExperts(weights, widen=True)
+def choose_experts(weights: ExpertWeights, *, native: bool) -> Experts:
+    """The kind that suits the device (`native`: a GPU); `reason_for` says why."""
+    return GatheredExperts(weights) if native else LoopedExperts(weights, widen=True)
 
 
-def reason_for(*, on_gpu: bool) -> str:
+def reason_for(*, native: bool) -> str:
     """Which kind of grouped product a device gets, and why, for `doctor`."""
-    if on_gpu:
+    if native:
         return "grouped products (gather_mm, gather_qmm) over sorted tokens, no host sync"
     return (
         "one product an expert: on the CPU gather_mm takes float32 only and was 2.3 times slower "

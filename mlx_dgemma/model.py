@@ -267,7 +267,7 @@ class MlxModel:
             own_queries = queries[used : used + count]
             used += count
             segments = self._segments(index, config, row, number, packed, offsets, entries[number])
-            outputs.append(attend(own_queries, segments, widen=not self.weights.on_gpu))
+            outputs.append(attend(own_queries, segments, widen=not self.weights.native))
         joined = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
         return layer.output.apply(joined)
 

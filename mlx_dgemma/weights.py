@@ -58,7 +58,8 @@ class Weights:
 
     config: ModelConfig
     dtype: mx.Dtype
-    on_gpu: bool
+    native: bool
+    """MLX's own products, as on a GPU, instead of widened ones."""
     embedding: Matrix  # [V, D]
     final_norm: mx.array
     signal_norm: mx.array
@@ -66,19 +67,19 @@ class Weights:
     layers: tuple[LayerWeights, ...]
 
 
-def load_weights(source: Checkpoint, *, dtype: str | None, on_gpu: bool) -> Weights:
+def load_weights(source: Checkpoint, *, dtype: str | None, native: bool) -> Weights:
     """Reads and evaluates every tensor of the text model.
 
     `dtype` converts dense weights ("float32", "bfloat16", "float16"; None keeps the checkpoint's,
     read off its final norm). Raises `ConfigError` for another dtype and `CheckpointError` for a
     missing tensor; warns when bfloat16 weights are squeezed into float16's range.
     """
-    loader = _Loader(source, dtype, on_gpu)
+    loader = _Loader(source, dtype, native)
     config = source.config
     return Weights(
         config=config,
         dtype=loader.dtype,
-        on_gpu=on_gpu,
+        native=native,
         embedding=loader.matrix(f"{_DECODER}.embed_tokens"),
         final_norm=loader.norm(f"{_DECODER}.norm"),
         signal_norm=loader.norm(f"{_DECODER}.self_conditioning.pre_norm"),
@@ -90,9 +91,9 @@ def load_weights(source: Checkpoint, *, dtype: str | None, on_gpu: bool) -> Weig
 class _Loader:
     """Reads tensors of one source into one dtype."""
 
-    def __init__(self, source: Checkpoint, dtype: str | None, on_gpu: bool) -> None:
+    def __init__(self, source: Checkpoint, dtype: str | None, native: bool) -> None:
         self.source = source
-        self.on_gpu = on_gpu
+        self.native = native
         stored = self._info(f"{_DECODER}.norm.weight").dtype
         if dtype is None:
             self.dtype = _STORED_FLOATS[stored]
@@ -152,10 +153,10 @@ class _Loader:
             gate_up=self.stored(f"{path}.gate_up_proj", suffix=""),
             down=self.stored(f"{path}.down_proj", suffix=""),
         )
-        return choose_experts(weights, on_gpu=self.on_gpu)
+        return choose_experts(weights, native=self.native)
 
     def matrix(self, path: str) -> Matrix:
-        return Matrix(self.stored(path), self.dtype, widen=not self.on_gpu)
+        return Matrix(self.stored(path), self.dtype, widen=not self.native)
 
     def stored(self, path: str, suffix: str = ".weight") -> Dense | Quantized:
         """The module at `path`: packed, or dense under `path + suffix`."""

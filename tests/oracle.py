@@ -164,7 +164,7 @@ class Packing:
 
 @dataclass(eq=False)
 class MemoryCheckpoint:
-    """A checkpoint that never was a file: as much of `dgemma.checkpoint.Checkpoint` as is loaded."""
+    """A checkpoint that never was a file: as much of `Checkpoint` as is loaded."""
 
     config: ModelConfig
     arrays: dict[str, tuple[str, NDArray[Any]]]

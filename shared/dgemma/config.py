@@ -4,8 +4,8 @@
 (generation_config.json). Both read plain dictionaries, accept integers where floats are meant, and
 name what is wrong. Keys keep the checkpoint's own spelling here and nowhere else.
 
-Not here: typed access to JSON (`json_reader.py`), files (`checkpoint.py`), tensors (`tensors.py`),
-quantization (`quantization.py`).
+Not here: layers (`geometry.py`), typed access to JSON (`json_reader.py`), files
+(`checkpoint.py`), tensors (`tensors.py`), quantization (`quantization.py`).
 Source: transformers 5.24, `models/diffusion_gemma/configuration_diffusion_gemma.py` and
 `generation_diffusion_gemma.py`; defaults are theirs.
 """
@@ -13,28 +13,26 @@ Source: transformers 5.24, `models/diffusion_gemma/configuration_diffusion_gemma
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any
 
-from dgemma.errors import ConfigError, DgemmaWarning
+from dgemma.errors import ConfigError
+from dgemma.geometry import FULL, SLIDING, LayerConfig, LayerKind, Rope, read_layers
 from dgemma.json_reader import JsonReader, require, to_integer, to_number, union, warn_unknown
 
-LayerKind = Literal["sliding_attention", "full_attention"]
-SLIDING: LayerKind = "sliding_attention"
-FULL: LayerKind = "full_attention"
+__all__ = [
+    "FULL",
+    "MODEL_TYPE",
+    "SLIDING",
+    "GenerationConfig",
+    "LayerConfig",
+    "LayerKind",
+    "ModelConfig",
+    "Rope",
+]
 
 MODEL_TYPE = "diffusion_gemma"
-SLIDING_PATTERN = 6
-"""Without `layer_types`, every sixth layer is a full one."""
-_MOST_LAYERS = 1000
-
-_DEFAULT_ROPE: dict[LayerKind, dict[str, Any]] = {
-    SLIDING: {"rope_type": "default", "rope_theta": 1e4},
-    FULL: {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
-}
-
 # Keys other tools write and the forward pass does not need; anything else unknown is warned about.
 _IGNORED_KEYS = frozenset(
     """_name_or_path architectures attention_dropout attention_k_eq_v auto_map bad_words_ids
@@ -51,39 +49,6 @@ _IGNORED_GENERATION_KEYS = frozenset(
     max_length max_new_tokens pad_token_id return_dict_in_generate top_k top_p temperature
     transformers_version""".split()
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rope:
-    """Rotary position embedding of one layer kind, split-half.
-
-    Lanes `i` and `i + head_dim / 2` form pair `i`. The first `rotated_pairs` pairs turn by
-    `position * theta ** (-2 i / head_dim)`; the rest stand still (frequency 0).
-    """
-
-    theta: float
-    rotated_pairs: int
-
-    def inverse_frequencies(self, head_dim: int) -> list[float]:
-        """Frequencies of all `head_dim / 2` pairs; the exponent's denominator is `head_dim`."""
-        return [
-            self.theta ** (-2.0 * i / head_dim) if i < self.rotated_pairs else 0.0
-            for i in range(head_dim // 2)
-        ]
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerConfig:
-    """Geometry of one layer. Full layers have no `v_proj`: V comes from the raw `k_proj` output."""
-
-    kind: LayerKind
-    head_dim: int
-    num_key_value_heads: int
-    rope: Rope
-
-    @property
-    def is_sliding(self) -> bool:
-        return self.kind == SLIDING
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,7 +150,7 @@ class ModelConfig:
             raise ConfigError("config.json has no text_config; it must hold the language model's")
         text = JsonReader(text_raw, "text_config")
         _reject_unsupported(top, text)
-        layers = _read_layers(text)
+        layers = read_layers(text)
         needed = "every DiffusionGemma layer has experts"
         config = cls(
             vocab_size=text.integer("vocab_size", 262_144),
@@ -278,98 +243,6 @@ class GenerationConfig:
             elif isinstance(current, int):
                 given[name] = to_integer(value, name)
         return dataclasses.replace(self, **given)
-
-
-def _read_layers(text: JsonReader) -> tuple[LayerConfig, ...]:
-    """The per-layer geometry, from `per_layer_config` or from `global_head_dim` and its kin."""
-    kinds = _read_layer_kinds(text)
-    head_dim = text.integer("head_dim", 256)
-    kv_heads = text.integer("num_key_value_heads", 4)
-    global_head_dim = text.integer("global_head_dim", 512)
-    global_kv_heads = text.integer("num_global_key_value_heads", kv_heads)
-    overrides = text.mapping("per_layer_config")
-    ropes = _read_ropes(text)
-    layers: list[LayerConfig] = []
-    for index, kind in enumerate(kinds):
-        dim, heads = head_dim, kv_heads
-        if overrides is None:
-            if kind == FULL:
-                dim, heads = global_head_dim, global_kv_heads
-        else:
-            table = JsonReader(overrides, "per_layer_config")
-            entry = table.mapping(str(index)) or table.mapping(kind) or {}
-            reader = JsonReader(entry, f"per_layer_config.{index}")
-            dim = reader.integer("head_dim", dim)
-            heads = reader.integer("num_key_value_heads", heads)
-        layers.append(
-            LayerConfig(
-                kind=kind, head_dim=dim, num_key_value_heads=heads, rope=_rope(ropes[kind], dim)
-            )
-        )
-    return tuple(layers)
-
-
-def _read_layer_kinds(text: JsonReader) -> list[LayerKind]:
-    count = text.integer("num_hidden_layers", 30)
-    require(count <= _MOST_LAYERS, "num_hidden_layers", count, f"at most {_MOST_LAYERS}")
-    raw = text.value("layer_types")
-    if raw is None:
-        kinds: list[Any] = [
-            FULL if (i + 1) % SLIDING_PATTERN == 0 else SLIDING for i in range(count)
-        ]
-    elif isinstance(raw, list):
-        kinds = [*cast("list[Any]", raw)]
-    else:
-        raise ConfigError("text_config.layer_types must be a list with one kind for each layer")
-    if len(kinds) != count:
-        raise ConfigError(f"layer_types names {len(kinds)} layers, num_hidden_layers says {count}")
-    for index, kind in enumerate(kinds):
-        if kind not in (SLIDING, FULL):
-            raise ConfigError(f"layer_types[{index}] is {kind!r}; known are {SLIDING} and {FULL}")
-    if kinds and kinds[-1] != FULL:
-        if raw is not None:
-            warnings.warn(
-                f"the last layer is declared {kinds[-1]}; the model's last layer is always "
-                f"{FULL}, so it is read as that",
-                DgemmaWarning,
-                stacklevel=2,
-            )
-        kinds[-1] = FULL
-    return kinds
-
-
-def _read_ropes(text: JsonReader) -> dict[LayerKind, Mapping[str, Any]]:
-    table = text.mapping("rope_parameters")
-    if table is None:
-        return {**_DEFAULT_ROPE}
-    ropes: dict[LayerKind, Mapping[str, Any]] = {}
-    for kind in (SLIDING, FULL):
-        entry = table.get(kind)
-        if not isinstance(entry, Mapping):
-            raise ConfigError(
-                f"rope_parameters lacks {kind!r}; it must hold one object for each of "
-                f"{SLIDING} and {FULL}"
-            )
-        ropes[kind] = cast(Mapping[str, Any], entry)
-    return ropes
-
-
-def _rope(raw: Mapping[str, Any], head_dim: int) -> Rope:
-    reader = JsonReader(raw, "rope_parameters")
-    kind = reader.value("rope_type") or "default"
-    theta = reader.number("rope_theta", 1e4)
-    factor = reader.number("partial_rotary_factor", 1.0)
-    require(theta > 0, "rope_theta", theta, "above 0")
-    require(0 < factor <= 1, "partial_rotary_factor", factor, "above 0 and at most 1")
-    scaling = reader.number("factor", 1.0)
-    require(scaling == 1, "rope_parameters.factor", scaling, "1; scaled positions are unknown here")
-    if kind == "default":
-        if factor != 1.0:
-            raise ConfigError("partial_rotary_factor needs rope_type 'proportional'")
-        return Rope(theta=theta, rotated_pairs=head_dim // 2)
-    if kind == "proportional":
-        return Rope(theta=theta, rotated_pairs=int(factor * head_dim) // 2)
-    raise ConfigError(f"rope_type {kind!r} is unknown; known are 'default' and 'proportional'")
 
 
 def _special_token(top: JsonReader, text: JsonReader, key: str, default: int) -> int | None:

@@ -20,6 +20,7 @@ from dgemma.errors import DgemmaError
 LOGITS_TILE_BYTES = 64 << 20
 """Default bound on float32 logits alive at once; see the backends' `logits_tile_bytes`."""
 _CACHE_BYTES_PER_NUMBER = 2  # keys and values in bfloat16
+_SLIDING_ROOM = 3  # halves: a window and a canvas to rewind over, and half as much to move rarely
 _WIDE = 18
 
 
@@ -103,8 +104,10 @@ def memory_need(checkpoint: Checkpoint) -> dict[str, Any]:
     return {
         "weights_bytes": checkpoint.weight_bytes,
         "prefix_bytes_per_1000_tokens": 1000 * _prefix_bytes_per_token(config, sliding=False),
-        "prefix_bytes_sliding_layers": config.sliding_window
-        * _prefix_bytes_per_token(config, sliding=True),
+        "prefix_bytes_sliding_layers": _SLIDING_ROOM
+        * (config.sliding_window + config.canvas_length)
+        * _prefix_bytes_per_token(config, sliding=True)
+        // 2,
         "logits_tile_bytes": LOGITS_TILE_BYTES,
     }
 
@@ -217,6 +220,8 @@ def _render_backends(lines: list[str], part: Mapping[str, Any]) -> None:
         memory = state.get("memory_bytes")
         room = f", {_size(memory)}" if memory else ""
         _row(lines, name, f"usable on {state['name']} ({state['device']}{room})")
+        for what, how in state.get("choices", {}).items():
+            _row(lines, f"  {what}", how)
 
 
 def _render_checkpoint(lines: list[str], part: Mapping[str, Any]) -> None:

@@ -15,6 +15,7 @@ from typing import Any, cast
 
 from dgemma.errors import ConfigError, DgemmaWarning
 
+_LARGEST = 2**63 - 1
 _SHOWN = 60
 """Characters of a wrong value that a message repeats."""
 
@@ -76,10 +77,10 @@ class JsonReader:
 
 def to_integer(value: Any, name: str) -> int:
     """An integer, or a float that is one; raises `ConfigError` otherwise."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
     if isinstance(value, float) and value.is_integer():
-        return int(value)
+        value = int(value)
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) <= _LARGEST:
+        return value
     raise ConfigError(f"{name} is {_shown(value)}, but must be an integer")
 
 

@@ -9,10 +9,10 @@ Not here: checkpoints and the report (`doctor.py`).
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from typing import Any, cast
@@ -31,27 +31,8 @@ PACKAGES = (
 
 _PROBE_TIMEOUT_S = 60.0
 
-# Each prints one JSON object; what is wrong comes out as the last line of the traceback.
-_PROBES = {
-    "mlx": """
-import json, mlx.core as mx
-metal = mx.metal.is_available()
-info = mx.device_info() if hasattr(mx, "device_info") else {}
-print(json.dumps({"device": str(mx.default_device()), "metal": metal,
-                  "name": str(info.get("device_name", "unknown")),
-                  "memory_bytes": info.get("max_recommended_working_set_size")}))
-""",
-    "cuda": """
-import json, torch
-if not torch.cuda.is_available():
-    raise SystemExit("no CUDA device" if torch.version.cuda else "it is built without CUDA")
-free, total = torch.cuda.mem_get_info()
-major, minor = torch.cuda.get_device_capability()
-print(json.dumps({"device": "cuda:0", "name": torch.cuda.get_device_name(0),
-                  "capability": f"{major}.{minor}", "memory_bytes": total, "free_bytes": free}))
-""",
-}
-_FRAMEWORKS = {"mlx": ("mlx", "mlx_dgemma", "mlx"), "cuda": ("torch", "cuda_dgemma", "cuda")}
+BACKENDS = {"mlx": "mlx_dgemma", "cuda": "cuda_dgemma"}
+"""Name -> package; each has a `probe()` that says what it would run on, or raises."""
 
 
 def versions() -> dict[str, str | None]:
@@ -73,8 +54,8 @@ def versions() -> dict[str, str | None]:
 
 
 def backends() -> dict[str, dict[str, Any]]:
-    """Name -> {"usable", "reason" where it is not, "device", "name", ...} of every backend."""
-    return {name: _backend(name) for name in _FRAMEWORKS}
+    """Name -> {"usable", "reason" where it is not, else what its `probe` says} of every backend."""
+    return {name: _backend(package) for name, package in BACKENDS.items()}
 
 
 def total_memory_bytes() -> int | None:
@@ -97,18 +78,9 @@ def available_memory_bytes() -> int | None:
     return None
 
 
-def _backend(name: str) -> dict[str, Any]:
-    framework, package, extra = _FRAMEWORKS[name]
-    hint = f"pip install 'dgemma[{extra}]'"
-    if importlib.util.find_spec(framework) is None:
-        return {"usable": False, "reason": f"{framework} is not installed; {hint}"}
-    result = _probe(_PROBES[name])
-    if "reason" in result:
-        return {"usable": False, "reason": f"{framework}: {result['reason']}"}
-    loaded = _probe(f"import {package}; {package}.load; print('{{}}')")
-    if "reason" in loaded:
-        return {"usable": False, **result, "reason": f"{package}: {loaded['reason']}"}
-    return {"usable": True, **result}
+def _backend(package: str) -> dict[str, Any]:
+    result = _probe(f"import json, {package}; print(json.dumps({package}.probe()))")
+    return {"usable": "reason" not in result, **result}
 
 
 def _probe(code: str) -> dict[str, Any]:
@@ -132,7 +104,9 @@ def _probe(code: str) -> dict[str, Any]:
     if done.returncode < 0:
         return {"reason": f"the process was killed by signal {-done.returncode}"}
     if done.returncode != 0:
-        return {"reason": lines[-1][:300] if lines else f"exit code {done.returncode}"}
+        # "dgemma.errors.BackendError: why" -> "why"
+        last = re.sub(r"^[\w.]+Error: ", "", lines[-1]) if lines else ""
+        return {"reason": last[:300] or f"exit code {done.returncode}"}
     try:
         result = json.loads(done.stdout.strip().splitlines()[-1])
     except (ValueError, IndexError):

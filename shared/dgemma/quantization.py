@@ -21,6 +21,7 @@ from types import MappingProxyType
 from typing import Any, Literal, cast, get_args
 
 from dgemma.errors import CheckpointError, ConfigError, DgemmaWarning
+from dgemma.json_reader import JsonReader, require
 from dgemma.safetensors_file import show
 from dgemma.tensors import Shape, place_module
 
@@ -66,11 +67,8 @@ class Quantized:
             ("group_size", self.group_size, groups),
             ("bits", self.bits, bits),
         ):
-            if value not in legal:
-                raise ConfigError(
-                    f"quantization {name} is {value!r}, but mode {self.mode!r} allows "
-                    f"{', '.join(map(str, sorted(legal)))}"
-                )
+            allowed = ", ".join(map(str, sorted(legal)))
+            require(value in legal, name, value, f"{allowed} in mode {self.mode}")
 
     @property
     def has_biases(self) -> bool:
@@ -192,19 +190,16 @@ def unsupported_format(name: str) -> CheckpointError:
 
 
 def _read_spec(raw: Mapping[str, Any], where: str) -> Quantized:
-    mode = raw.get("mode", "affine")
-    if mode not in _LEGAL:
+    reader = JsonReader(raw, where)
+    mode = reader.value("mode")
+    mode = "affine" if mode is None else mode
+    if not isinstance(mode, str) or mode not in _LEGAL:
         raise ConfigError(f"{where} has mode {mode!r}; known are {', '.join(MODES)}")
     groups, bits = _LEGAL[mode]
-    values: list[int] = []
-    for name, default in (("group_size", groups[0]), ("bits", bits[0])):
-        value = raw.get(name)
-        value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value // 1:
-            raise ConfigError(f"{where} has {name} {value!r}, but it must be an integer")
-        values.append(int(value))
+    group_size = reader.integer("group_size", groups[0])
+    width = reader.integer("bits", bits[0])
     try:
-        return Quantized(group_size=values[0], bits=values[1], mode=mode)
+        return Quantized(group_size=group_size, bits=width, mode=cast(Mode, mode))
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
 

@@ -214,6 +214,17 @@ def test_dense_weights_can_be_converted_at_load(dtype: str) -> None:
     assert error <= {"float32": 0.0, "bfloat16": 0.05, "float16": 0.01}[dtype]
 
 
+def test_loading_holds_no_second_copy() -> None:
+    source = memory_checkpoint(Oracle.build(57, vocab_size=20_000))
+    sizes = [array.nbytes for name, (_, array) in source.arrays.items() if "vision" not in name]
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    backend = MlxBackend.from_checkpoint(source)
+    assert mx.get_peak_memory() - before < sum(sizes) + 0.6 * max(sizes)
+    assert mx.get_active_memory() - before < 1.05 * sum(sizes)
+    backend.close()
+
+
 def test_settings_that_cannot_be_are_refused() -> None:
     source = memory_checkpoint(Oracle.build(53))
     with pytest.raises(ConfigError, match="float64"):

@@ -149,6 +149,25 @@ def test_other_shapes_equal_the_reference(text: dict[str, Any]) -> None:
     assert relative_error(both.backend.logits(step(prefix, canvas)), first) <= FLOAT32
 
 
+@pytest.mark.parametrize("length", [1, WINDOW, 2 * WINDOW + 3])
+def test_the_products_of_a_gpu_equal_the_reference(length: int) -> None:
+    """MLX's own products and the gathered experts, run on whatever device there is, in float32."""
+    oracle = pair(2).oracle
+    source = memory_checkpoint(oracle)
+    both = Pair(oracle, MlxBackend.from_checkpoint(source, native_products=True, prefill_chunk=9))
+    rng = np.random.default_rng(length)
+    tokens, canvas = both.tokens(rng, length), both.tokens(rng)
+    cache, prefix = oracle.cache(), both.backend.new_prefix()
+    wanted = oracle.encode(tokens, cache)
+    assert relative_error(both.backend.logits(read_all(prefix, tokens)), wanted) <= FLOAT32
+    first = oracle.denoise(canvas, cache)
+    assert relative_error(both.backend.logits(step(prefix, canvas)), first) <= FLOAT32
+    (statistics,) = both.backend.denoise([step(prefix, canvas, temperature=T)])
+    work = step(prefix, canvas, conditioning=statistics.conditioning)
+    second = oracle.denoise(canvas, cache, shaped(first))
+    assert relative_error(both.backend.logits(work), second) <= FLOAT32
+
+
 def test_no_conditioning_is_an_exact_zero_and_not_zero_logits() -> None:
     """B47: the skipped block equals the block run on zeros, to the bit."""
     both = pair(8)

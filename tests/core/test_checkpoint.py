@@ -246,6 +246,12 @@ def test_copies_of_encoder_text_weights_are_ignored_with_one_warning(tmp_path, r
     assert set(checkpoint.tensors) == set(tensors)
 
 
+def test_only_copies_of_known_tensors_count_as_copies(tmp_path, rng, tensors):
+    name = "model.encoder.language_model.layers.0.junk.weight"
+    folder = write_folder(tmp_path, tensors | {name: raw(rng, "BF16", 2)})
+    assert name in failure(folder, strict=True)
+
+
 def test_derived_buffers_are_ignored_without_noise(tmp_path, rng, tensors):
     tensors["model.decoder.rotary_emb.full_attention_inv_freq"] = raw(rng, "F32", 4)
     tensors["model.decoder.embed_tokens.embed_scale"] = raw(rng, "F32")
@@ -397,6 +403,14 @@ def test_an_expert_of_another_shape_is_named(tmp_path, rng, tensors):
     unpack(tensors, stem, per_expert=True)
     tensors[f"{stem}.1.up_proj.weight"] = raw(rng, "BF16", INNER, HIDDEN - 1)
     assert f"{stem}.1.up_proj.weight" in failure(write_folder(tmp_path, tensors))
+
+
+def test_an_expert_of_another_type_is_refused(tmp_path, rng, tensors):
+    """Stacked with the others, its bits would be read as another type's."""
+    stem = "model.decoder.layers.0.experts"
+    unpack(tensors, stem, per_expert=True)
+    tensors[f"{stem}.1.up_proj.weight"] = raw(rng, "F16", INNER, HIDDEN)
+    assert "different types" in failure(write_folder(tmp_path, tensors))
 
 
 def test_experts_packed_and_one_by_one_at_once_are_refused(tmp_path, tensors):
