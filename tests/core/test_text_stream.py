@@ -125,3 +125,9 @@ def test_b69_a_users_own_stop_is_honoured_and_no_other() -> None:
     text = "say <end_of_turn> now"
     assert StopStrings.from_option(None, tokenizer).feed(text) == text
     assert StopStrings.from_option("<end_of_turn>", tokenizer).feed(text) == "say "
+
+
+@pytest.mark.parametrize("pieces", [["xabab"], ["xa", "bab"], list("xabab")])
+def test_a_short_stop_inside_a_longer_one_is_complete_first(pieces: list[str]) -> None:
+    finder = StopStrings(["abab", "b"])
+    assert "".join(map(finder.feed, pieces)) + finder.finish() == "xa"
