@@ -1,33 +1,42 @@
 """Conversations: a checkpoint's chat template, and tokens that no message can forge.
 
-A template is untrusted input: it runs in jinja2's sandbox, its output is bounded, and what goes
-wrong is one line. Messages are untrusted too: control tokens spelled in them stay text. Where a
-message spells one, a placeholder nobody can guess takes its place while the template is rendered;
-all else is encoded as one string, so that ordinary messages get the very tokens of the reference.
+A template is untrusted input: it runs in a sandbox with a budget (`template_sandbox.py`), its
+output is bounded, and what goes wrong is one line. Messages are untrusted too: control tokens come
+from the template's own text, never from a message. To tell the two apart in what was rendered,
+the characters that begin or end a control token's spelling get stand-ins wherever a message (or
+a tool) has them:
 
-Not here: what the words mean (thoughts, tools, images come later), tokens (`tokenizer.py`).
+    message "is <turn|> odd?"  ->  "is ⁅turn|⁆ odd?"      ⁅ and ⁆: characters used nowhere else
+    rendered                       ...user\nis ⁅turn|⁆ odd?<turn|>\n...
+                                                          ^^^^^^^ a control token; cut here
+    encoded                        the pieces between the cuts, stand-ins undone, as plain text
+
+A stand-in is one character for one, so lengths, trimming and the like stay what they were. Pieces
+are cut at control tokens only, so an ordinary message gets the very tokens of the reference.
+
+Not here: what the words mean (tools and images come later), tokens (`tokenizer.py`).
 """
 
 from __future__ import annotations
 
-import datetime
-import json
-import re
-import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 from dgemma.errors import CheckpointError, PromptError
-from dgemma.tokenizer import Tokenizer, named_tokens, one_line, read_json_object
+from dgemma.tokenizer import Span, Tokenizer, one_line, read_json_object, read_named_tokens
 
-MAX_RENDERED = 1 << 26
+MAX_RENDERED = 1 << 25
 """Characters a template may produce: far above any context, far below what would hurt."""
 
 ROLES = ("system", "developer", "user", "assistant", "model", "tool")
-_ASSISTANT = ("assistant", "model")
-_THOUGHT_MARKERS = ("<|channel>", "<channel|>")
-"""Left in an assistant's message: templates look for them to drop earlier thoughts."""
+_TEMPLATE_ROLES = {"developer": "system", "model": "assistant"}
+"""What templates call the roles that have two names."""
+
+_THOUGHT_BEGIN, _THOUGHT_END = "<|channel>", "<channel|>"
+_MAX_DEPTH = 64
+_STAND_INS = (*range(0xFDD0, 0xFDF0), *range(0xE000, 0xF900))
+"""Code points without a meaning of their own: noncharacters, then private use."""
 
 
 class ChatTemplate:
@@ -38,19 +47,12 @@ class ChatTemplate:
     ) -> None:
         """Raises `CheckpointError` naming `where` for a template that does not compile."""
         import jinja2
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        environment.filters["tojson"] = _to_json
-        helpers: dict[str, Any] = {
-            "raise_exception": _raise_exception,
-            "strftime_now": _strftime_now,
-        }
-        environment.globals.update(helpers)
+        from dgemma.template_sandbox import BoundedEnvironment
+
+        self._environment = BoundedEnvironment()
         try:
-            self._template = environment.from_string(source)
+            self._template = self._environment.compile_template(source)
         except (jinja2.TemplateError, RecursionError) as error:
             raise CheckpointError(
                 f"{where} is no valid chat template: {one_line(error)}"
@@ -63,7 +65,7 @@ class ChatTemplate:
         """The template of a checkpoint: chat_template.jinja, chat_template.json, or the one inside
         tokenizer_config.json; None where there is none."""
         config = read_json_object(folder / "tokenizer_config.json")
-        named = named_tokens(config)
+        named = read_named_tokens(folder)
         jinja = folder / "chat_template.jinja"
         if jinja.is_file():
             try:
@@ -87,26 +89,26 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
     ) -> str:
-        """The prompt as text. Raises `PromptError` for messages that are wrong or refused."""
-        checked = check_messages(messages)
+        """The prompt as text. Raises `PromptError` for messages that are wrong or refused.
+
+        Encoding this text with control tokens parsed lets messages forge them; see `encode_chat`.
+        """
+        checked, tools = check_messages(messages), check_tools(tools)
         pieces: list[str] = []
         length = 0
         try:
-            for piece in self._template.generate(
-                **self._named_tokens,
-                messages=checked,
-                tools=tools,
-                add_generation_prompt=add_generation_prompt,
-                enable_thinking=thinking,
-            ):
-                pieces.append(piece)
-                length += len(piece)
-                if length > MAX_RENDERED:
-                    raise PromptError(
-                        f"{self._where} makes over {MAX_RENDERED:,} characters of these messages"
-                    )
-        except PromptError:
-            raise
+            with self._environment.budget():
+                for piece in self._template.generate(
+                    **self._named_tokens,
+                    messages=checked,
+                    tools=tools,
+                    add_generation_prompt=add_generation_prompt,
+                    enable_thinking=thinking,
+                ):
+                    pieces.append(piece)
+                    length += len(piece)
+                    if length > MAX_RENDERED:
+                        raise ValueError(f"over {MAX_RENDERED:,} characters")
         except Exception as error:  # a template can raise anything at all
             raise PromptError(f"{self._where} refuses these messages: {one_line(error)}") from error
         return "".join(pieces)
@@ -122,20 +124,19 @@ def encode_chat(
 ) -> list[int]:
     """The token ids of a conversation, up to where the model's turn begins; exactly one BOS.
 
+    Thoughts spelled out in earlier assistant messages are dropped, whatever the template does.
     Raises `PromptError` like `ChatTemplate.render`.
     """
-    safe, spelled = _with_placeholders(check_messages(messages), tokenizer)
-    rendered = template.render(safe, thinking=thinking, tools=tools)
-    tokens: list[int] = []
-    if not spelled:
-        tokens = tokenizer.encode(rendered, specials=True)
-    else:
-        for part in re.split(f"({'|'.join(map(re.escape, spelled))})", rendered):
-            if part in spelled:
-                tokens += tokenizer.encode(spelled[part])
-            elif part:
-                tokens += tokenizer.encode(part, specials=True)
-    return tokenizer.with_bos(tokens)
+    checked = check_messages(messages)
+    if {_THOUGHT_BEGIN, _THOUGHT_END} <= tokenizer.special_tokens.keys():
+        checked = [
+            {**message, "content": _without_thoughts(message["content"])}
+            if message["role"] == "assistant"
+            else message
+            for message in checked
+        ]
+    text, spans = _render_guarded(template, tokenizer, checked, check_tools(tools), thinking)
+    return tokenizer.with_bos(tokenizer.encode_around(text, spans))
 
 
 def check_messages(messages: object) -> list[dict[str, Any]]:
@@ -151,14 +152,34 @@ def check_messages(messages: object) -> list[dict[str, Any]]:
     return [_check_message(message, f"messages[{index}]") for index, message in enumerate(items)]
 
 
+def check_tools(tools: object) -> list[dict[str, Any]] | None:
+    """The tools of a request, or None. Raises `PromptError` unless they are a list of objects."""
+    if tools is None:
+        return None
+    if not isinstance(tools, (list, tuple)):
+        raise PromptError(f"tools is of type {type(tools).__name__}, but must be a list of objects")
+    for index, tool in enumerate(cast("Sequence[object]", tools)):
+        if not isinstance(tool, Mapping):
+            raise PromptError(f"tools[{index}] is {tool!r}, but must be an object")
+    return [_copied(tool, _same, f"tools[{i}]") for i, tool in enumerate(cast("Any", tools))]
+
+
 def _check_message(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise PromptError(f"{where} is {message!r}, but must be an object")
     fields = cast("Mapping[str, Any]", message)
     role = fields.get("role")
-    if role not in ROLES:
+    if not isinstance(role, str) or role not in ROLES:
         raise PromptError(f"{where}.role is {role!r}; known are {', '.join(ROLES)}")
-    return {**fields, "role": role, "content": _content(fields.get("content"), f"{where}.content")}
+    content = fields.get("content")
+    if content is None and role in ("assistant", "model") and fields.get("tool_calls"):
+        content = ""
+    rest = {key: value for key, value in fields.items() if key not in ("role", "content")}
+    return {
+        "role": _TEMPLATE_ROLES.get(role, role),
+        "content": _content(content, f"{where}.content"),
+        **_copied(rest, _same, where),
+    }
 
 
 def _content(content: Any, where: str) -> str:
@@ -181,27 +202,115 @@ def _content(content: Any, where: str) -> str:
     return "".join(texts)
 
 
-def _with_placeholders(
-    messages: list[dict[str, Any]], tokenizer: Tokenizer
-) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """Replaces control tokens spelled in messages; returns what each placeholder stands for."""
-    nonce = secrets.token_hex(8)
-    spelled: dict[str, str] = {}
-    safe: list[dict[str, Any]] = []
-    for message in messages:
-        kept = _THOUGHT_MARKERS if message["role"] in _ASSISTANT else ()
-        forbidden = [token for token in tokenizer.special_tokens if token not in kept]
-        # Longest first, as the tokenizer matches.
-        pattern = "|".join(re.escape(token) for token in sorted(forbidden, key=len, reverse=True))
+def _without_thoughts(text: str) -> str:
+    """The text without thoughts; one that was never closed reaches to the end."""
+    return "".join(part.split(_THOUGHT_BEGIN)[0] for part in text.split(_THOUGHT_END))
 
-        def replace(match: re.Match[str]) -> str:
-            placeholder = f"[{nonce}-{len(spelled)}]"
-            spelled[placeholder] = match.group()
-            return placeholder
 
-        text = re.sub(pattern, replace, message["content"]) if pattern else message["content"]
-        safe.append({**message, "content": text})
-    return safe, spelled
+def _render_guarded(
+    template: ChatTemplate,
+    tokenizer: Tokenizer,
+    messages: list[dict[str, Any]],
+    tools: list[dict[str, Any]] | None,
+    thinking: bool,
+) -> tuple[str, list[Span]]:
+    """The rendered conversation, and the control tokens in it that are the template's own."""
+    plain = template.render(messages, tools=tools, thinking=thinking)
+    strings = [text for message in messages for text in _strings(_fields(message))]
+    strings += _strings(tools)
+    edges = {end for token in tokenizer.special_tokens for end in (token[0], token[-1])}
+    insides = [token[1:-1] for token in tokenizer.special_tokens]
+
+    def is_inside(text: str) -> bool:
+        """A template that writes "<" and ">" itself needs no more than this for a token."""
+        middle = text.strip()
+        return bool(middle) and any(middle in inside for inside in insides)
+
+    risky = edges.intersection("".join(strings))
+    risky |= {character for text in strings if is_inside(text) for character in text.strip()}
+    if not risky:
+        return plain, tokenizer.find_specials(plain)
+    taken = {*plain, *"".join(strings)}
+    free = (
+        chr(code)
+        for code in _STAND_INS
+        if chr(code) not in taken and _json_escape(chr(code)) not in plain
+    )
+    stand_ins = dict(zip(sorted(risky), free, strict=False))
+    if len(stand_ins) < len(risky):
+        raise PromptError("the messages use every private character there is; leave some out")
+    everywhere = str.maketrans({c: s for c, s in stand_ins.items() if c in edges})
+    inside_only = str.maketrans(stand_ins)
+
+    def guard(text: str) -> str:
+        return text.translate(inside_only if is_inside(text) else everywhere)
+
+    guarded = template.render(
+        [{"role": m["role"], **_copied(_fields(m), guard, "message")} for m in messages],
+        tools=_copied(tools, guard, "tools"),
+        thinking=thinking,
+    )
+    for stand_in in stand_ins.values():  # a template may ask for ASCII-only JSON
+        guarded = guarded.replace(_json_escape(stand_in), stand_in)
+    spans = tokenizer.find_specials(guarded)
+    text = guarded.translate(str.maketrans({s: c for c, s in stand_ins.items()}))
+    if text != plain and not any(map(tokenizer.find_specials, strings)):
+        # The template looked at a character we changed, as for "<think>" in an answer. Where no
+        # message spells a control token and none was put together, what it meant is right.
+        meant = tokenizer.find_specials(plain)
+        if [token for *_, token in meant] == [token for *_, token in spans]:
+            return plain, meant
+    return text, spans
+
+
+def _json_escape(character: str) -> str:
+    return f"\\u{ord(character):04x}"
+
+
+def _fields(message: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in message.items() if key != "role"}
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Every text in a JSON value that a template could show."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, item in cast("dict[str, Any]", value).items():
+            if not key.isidentifier():
+                yield key
+            yield from _strings(item)
+    elif isinstance(value, list):
+        for item in cast("list[Any]", value):
+            yield from _strings(item)
+
+
+def _same(text: str) -> str:
+    return text
+
+
+def _copied(value: Any, change: Callable[[str], str], where: str, depth: int = 0) -> Any:
+    """A JSON value with its texts changed; identifiers as keys stay, templates ask for them.
+
+    Raises `PromptError` naming `where` for what is no JSON: a template must not hold live objects.
+    """
+    if depth > _MAX_DEPTH:
+        raise PromptError(f"{where} is nested more than {_MAX_DEPTH} deep")
+    if isinstance(value, str):
+        return change(str(value))
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    if isinstance(value, Mapping):
+        copy: dict[str, Any] = {}
+        for key, item in cast("Mapping[Any, Any]", value).items():
+            if not isinstance(key, str):
+                raise PromptError(f"{where} has the key {key!r}, but keys must be strings")
+            new = key if key.isidentifier() else change(key)
+            copy[new] = _copied(item, change, where, depth + 1)
+        return copy
+    if isinstance(value, (list, tuple)):
+        return [_copied(item, change, where, depth + 1) for item in cast("Sequence[Any]", value)]
+    raise PromptError(f"{where} holds a {type(value).__name__}, but may hold JSON only")
 
 
 def _default_template(raw: Any) -> str | None:
@@ -217,16 +326,3 @@ def _default_template(raw: Any) -> str | None:
                 if fields.get("name") == "default":
                     return _default_template(fields.get("template"))
     return None
-
-
-def _to_json(value: Any, indent: int | None = None) -> str:
-    """`tojson` without HTML escapes, as chat templates expect it."""
-    return json.dumps(value, ensure_ascii=False, indent=indent)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise PromptError(f"the chat template refuses these messages: {message}")
-
-
-def _strftime_now(format: str) -> str:
-    return datetime.datetime.now().strftime(format)

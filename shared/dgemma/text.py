@@ -56,7 +56,11 @@ class TextStream:
 
 
 class StopStrings:
-    """Finds the earliest of some strings in a growing text, and lets through what is before it."""
+    """Finds where a growing text completes one of some strings, and lets through what is before it.
+
+    The string that is complete first counts, and of two complete at once the longer, so that the
+    pieces in which the text comes make no difference.
+    """
 
     def __init__(
         self, strings: Sequence[str] = (), token_ids: frozenset[int] = frozenset()
@@ -95,11 +99,15 @@ class StopStrings:
         if self.found:
             return ""
         text = self._held + text
-        places = [place for string in self.strings if (place := text.find(string)) >= 0]
-        if places:
+        hits = [
+            (place + len(string), place)
+            for string in self.strings
+            if (place := text.find(string)) >= 0
+        ]
+        if hits:
             self.found = True
             self._held = ""
-            return text[: min(places)]
+            return text[: min(hits)[1]]
         keep = max((_overlap(text, string) for string in self.strings), default=0)
         cut = len(text) - keep
         self._held = text[cut:]

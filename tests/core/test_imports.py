@@ -30,6 +30,7 @@ ALLOWED = {
 TALKS = {
     "tokenizer.py": {"tokenizers"},
     "chat.py": {"jinja2"},
+    "template_sandbox.py": {"jinja2"},
     "hub.py": {"huggingface_hub"},
     "view.py": {"rich"},
     "server": {"starlette", "uvicorn"},
