@@ -21,8 +21,8 @@ from dgemma.checkpoint import Checkpoint
 from dgemma.errors import BackendError, ConfigError
 from mlx_dgemma import experts
 from mlx_dgemma.cache import MlxPrefix
-from mlx_dgemma.model import MlxModel, Row, SavedWork
 from mlx_dgemma.choices import choices, has_gpu
+from mlx_dgemma.model import MlxModel, Row, SavedWork
 from mlx_dgemma.statistics import DEFAULT_TILE_BYTES, Head
 from mlx_dgemma.weights import load_weights
 from mlx_dgemma.worker import Worker
