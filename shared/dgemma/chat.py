@@ -22,8 +22,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
+from urllib.parse import quote
 
 from dgemma.errors import CheckpointError, PromptError
+from dgemma.json_reader import shown
 from dgemma.tokenizer import Span, Tokenizer, one_line, read_json_object, read_named_tokens
 
 MAX_RENDERED = 1 << 25
@@ -46,14 +48,12 @@ class ChatTemplate:
         self, source: str, named_tokens: Mapping[str, str] | None = None, where: str = "template"
     ) -> None:
         """Raises `CheckpointError` naming `where` for a template that does not compile."""
-        import jinja2
-
         from dgemma.template_sandbox import BoundedEnvironment
 
         self._environment = BoundedEnvironment()
         try:
             self._template = self._environment.compile_template(source)
-        except (jinja2.TemplateError, RecursionError) as error:
+        except Exception as error:  # jinja2's, and Python's own for what it compiles to
             raise CheckpointError(
                 f"{where} is no valid chat template: {one_line(error)}"
             ) from error
@@ -136,6 +136,8 @@ def encode_chat(
             for message in checked
         ]
     text, spans = _render_guarded(template, tokenizer, checked, check_tools(tools), thinking)
+    if not text.strip():
+        raise PromptError("the chat template makes no text of these messages")
     return tokenizer.with_bos(tokenizer.encode_around(text, spans))
 
 
@@ -160,17 +162,17 @@ def check_tools(tools: object) -> list[dict[str, Any]] | None:
         raise PromptError(f"tools is of type {type(tools).__name__}, but must be a list of objects")
     for index, tool in enumerate(cast("Sequence[object]", tools)):
         if not isinstance(tool, Mapping):
-            raise PromptError(f"tools[{index}] is {tool!r}, but must be an object")
+            raise PromptError(f"tools[{index}] is {shown(tool)}, but must be an object")
     return [_copied(tool, _same, f"tools[{i}]") for i, tool in enumerate(cast("Any", tools))]
 
 
 def _check_message(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
-        raise PromptError(f"{where} is {message!r}, but must be an object")
+        raise PromptError(f"{where} is {shown(message)}, but must be an object")
     fields = cast("Mapping[str, Any]", message)
     role = fields.get("role")
     if not isinstance(role, str) or role not in ROLES:
-        raise PromptError(f"{where}.role is {role!r}; known are {', '.join(ROLES)}")
+        raise PromptError(f"{where}.role is {shown(role)}; known are {', '.join(ROLES)}")
     content = fields.get("content")
     if content is None and role in ("assistant", "model") and fields.get("tool_calls"):
         content = ""
@@ -187,17 +189,17 @@ def _content(content: Any, where: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, Sequence) or isinstance(content, bytes):
-        raise PromptError(f"{where} is {content!r}, but must be a string or a list of parts")
+        raise PromptError(f"{where} is {shown(content)}, but must be a string or a list of parts")
     texts: list[str] = []
     for index, part in enumerate(cast("Sequence[Any]", content)):
         fields = cast("Mapping[str, Any]", part if isinstance(part, Mapping) else {})
         if fields.get("type") != "text":
             raise PromptError(
-                f"{where}[{index}] is of type {fields.get('type')!r}; only text is supported"
+                f"{where}[{index}] is of type {shown(fields.get('type'))}; only text is supported"
             )
         text = fields.get("text")
         if not isinstance(text, str):
-            raise PromptError(f"{where}[{index}].text is {text!r}, but must be a string")
+            raise PromptError(f"{where}[{index}].text is {shown(text)}, but must be a string")
         texts.append(text)
     return "".join(texts)
 
@@ -234,7 +236,8 @@ def _render_guarded(
     free = (
         chr(code)
         for code in _STAND_INS
-        if chr(code) not in taken and _json_escape(chr(code)) not in plain
+        if chr(code) not in taken
+        and not any(form in plain for form in (_json_escape(chr(code)), quote(chr(code))))
     )
     stand_ins = dict(zip(sorted(risky), free, strict=False))
     if len(stand_ins) < len(risky):
@@ -250,8 +253,9 @@ def _render_guarded(
         tools=_copied(tools, guard, "tools"),
         thinking=thinking,
     )
-    for stand_in in stand_ins.values():  # a template may ask for ASCII-only JSON
+    for character, stand_in in stand_ins.items():  # a template may ask for ASCII-only JSON, or URLs
         guarded = guarded.replace(_json_escape(stand_in), stand_in)
+        guarded = guarded.replace(quote(stand_in), quote(character))
     spans = tokenizer.find_specials(guarded)
     text = guarded.translate(str.maketrans({s: c for c, s in stand_ins.items()}))
     if text != plain and not any(map(tokenizer.find_specials, strings)):
@@ -304,7 +308,7 @@ def _copied(value: Any, change: Callable[[str], str], where: str, depth: int = 0
         copy: dict[str, Any] = {}
         for key, item in cast("Mapping[Any, Any]", value).items():
             if not isinstance(key, str):
-                raise PromptError(f"{where} has the key {key!r}, but keys must be strings")
+                raise PromptError(f"{where} has the key {shown(key)}, but keys must be strings")
             new = key if key.isidentifier() else change(key)
             copy[new] = _copied(item, change, where, depth + 1)
         return copy

@@ -59,7 +59,7 @@ class JsonReader:
         if value is None:
             return None
         if not isinstance(value, Mapping):
-            raise ConfigError(f"{self.where}.{key} is {_shown(value)}, but must be an object")
+            raise ConfigError(f"{self.where}.{key} is {shown(value)}, but must be an object")
         return cast("Mapping[str, Any]", value)
 
     def token_ids(self, key: str) -> tuple[int, ...]:
@@ -81,7 +81,7 @@ def to_integer(value: Any, name: str) -> int:
         value = int(value)
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) <= _LARGEST:
         return value
-    raise ConfigError(f"{name} is {_shown(value)}, but must be an integer")
+    raise ConfigError(f"{name} is {shown(value)}, but must be an integer")
 
 
 def to_number(value: Any, name: str) -> float:
@@ -93,13 +93,13 @@ def to_number(value: Any, name: str) -> float:
             number = math.inf
         if math.isfinite(number):
             return number
-    raise ConfigError(f"{name} is {_shown(value)}, but must be a finite number")
+    raise ConfigError(f"{name} is {shown(value)}, but must be a finite number")
 
 
 def require(condition: bool, name: str, value: object, fix: str) -> None:
     """Raises `ConfigError` unless `condition`: `name` is `value`, but must be `fix`."""
     if not condition:
-        raise ConfigError(f"{name} is {_shown(value)}, but must be {fix}")
+        raise ConfigError(f"{name} is {shown(value)}, but must be {fix}")
 
 
 def union(*groups: tuple[int, ...]) -> tuple[int, ...]:
@@ -122,6 +122,7 @@ def warn_unknown(keys: list[str], where: str) -> None:
         )
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
+    """A wrong value as a message repeats it: on one line, and cut where it is long."""
     text = repr(value)
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."

@@ -9,7 +9,7 @@ Not here: loading weights (a backend's `load`), files (`checkpoint.py`), the scr
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
 from typing import Any, Unpack, cast
 
@@ -21,7 +21,8 @@ from dgemma.checkpoint import Checkpoint
 from dgemma.config import GenerationConfig
 from dgemma.decoders import decoder
 from dgemma.errors import PromptError
-from dgemma.options import Options, Plan, plan, resolve_seed
+from dgemma.json_reader import shown
+from dgemma.options import Options, Plan, check_options, plan, resolve_seed
 from dgemma.reply import Reply, ReplyBuilder, StreamEvent
 from dgemma.scheduler import Failed, Scheduler
 from dgemma.text import StopStrings
@@ -80,7 +81,7 @@ class Model:
         assert isinstance(reply, Reply)
         return reply
 
-    def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Iterator[StreamEvent]:
+    def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Generator[StreamEvent]:
         """Yields drafts and pieces of final text as they come, and the `Reply` last.
 
         The options are checked at the call, not at the first `next`. Closing the iterator stops the
@@ -95,7 +96,7 @@ class Model:
 
     def stream_chat(
         self, messages: Sequence[Message], **options: Unpack[Options]
-    ) -> Iterator[StreamEvent]:
+    ) -> Generator[StreamEvent]:
         """Like `stream`, for a conversation."""
         return self.stream(messages, **options)
 
@@ -105,6 +106,7 @@ class Model:
         Every reply gets the seed, and is what `generate` would have given it alone. One that fails
         has `finish_reason` "error" and its `error` set; the others go on.
         """
+        check_options(options)
         options["seed"] = resolve_seed(options)
         plans = [self._plan(prompt, options) for prompt in prompts]
         replies: list[Reply | None] = [None] * len(plans)
@@ -116,21 +118,25 @@ class Model:
     def encode(self, prompt: Prompt, *, raw: bool = False, thinking: bool = False) -> list[int]:
         """The token ids a prompt becomes, the beginning-of-sequence token included.
 
-        Raises `PromptError` for an empty prompt, and for a checkpoint without a chat template
-        unless `raw`.
+        Raises `PromptError` for what is no prompt, for an empty one, and for a checkpoint without a
+        chat template unless `raw`; `ConfigError` for an id outside the vocabulary.
         """
+        tokens = self._encode(prompt, raw, thinking)
+        self.config.check_tokens(tokens, "the prompt")
+        return tokens
+
+    def _encode(self, prompt: Prompt, raw: bool, thinking: bool) -> list[int]:
         if isinstance(prompt, str):
             if not prompt.strip():
                 raise PromptError("the prompt is empty")
             if raw:
                 return self.tokenizer.encode_prompt(prompt)
             prompt = [{"role": "user", "content": prompt}]
+        _check_list(prompt)
         if not len(prompt):
             raise PromptError("the prompt is empty")
         if all(isinstance(item, (int, np.integer)) for item in prompt):
-            tokens = [int(token) for token in cast(Sequence[int], prompt)]
-            self.config.check_tokens(tokens, "the prompt")
-            return tokens
+            return [int(token) for token in cast(Sequence[int], prompt)]
         if self.template is None:
             raise PromptError(
                 f"{self.name or 'this model'} has no chat template; "
@@ -144,8 +150,9 @@ class Model:
         self.backend.close()
 
     def _plan(self, prompt: Prompt, options: Options) -> Plan:
+        check_options(options)
         tokens = self.encode(
-            prompt, raw=options.get("raw", False), thinking=options.get("thinking", False)
+            prompt, raw=options.get("raw") or False, thinking=options.get("thinking") or False
         )
         stop_ids = StopStrings.from_option(options.get("stop"), self.tokenizer).token_ids
         return plan(
@@ -156,7 +163,7 @@ class Model:
             end_tokens=self.end_tokens | stop_ids,
         )
 
-    def _stream(self, ready: Plan, options: Options) -> Iterator[StreamEvent]:
+    def _stream(self, ready: Plan, options: Options) -> Generator[StreamEvent]:
         with closing(self._run([ready], options)) as events:
             for _, event in events:
                 if isinstance(event, Reply) and event.error is not None:
@@ -195,3 +202,11 @@ class Model:
                     yield index, made
                 if builder.finished:
                     scheduler.cancel(ticket)
+
+
+def _check_list(prompt: Any) -> None:
+    if not isinstance(prompt, (Sequence, np.ndarray)) or isinstance(prompt, bytes):
+        raise PromptError(
+            f"the prompt is {shown(cast(object, prompt))}, "
+            "but must be text, a list of messages, or token ids"
+        )

@@ -16,6 +16,7 @@ from dgemma.backend import Int32
 from dgemma.config import GenerationConfig, ModelConfig
 from dgemma.decoders import Mode, Request, Verification
 from dgemma.errors import ConfigError
+from dgemma.json_reader import shown
 from dgemma.layout import BlockLayout
 from dgemma.noise import Noise
 from dgemma.sampler import (
@@ -50,14 +51,14 @@ class Options(TypedDict, total=False):
     max_new_tokens: int | None
     seed: int | None
     """Any integer, taken modulo 2**64. None: drawn from the OS and reported in the reply."""
-    row: int
+    row: int | None
     """Tells apart several replies to one request with one seed."""
-    mode: Mode
+    mode: Mode | None
     stop: str | Sequence[str] | None
     """The text ends where one of these strings would begin."""
-    raw: bool
+    raw: bool | None
     """Use the prompt as it is, without the chat template."""
-    thinking: bool
+    thinking: bool | None
     max_denoising_steps: int | None
     temperature: float | None
     """Diffusion: both ends of the schedule. Otherwise: of the causal draws. 0: the argmax."""
@@ -95,18 +96,15 @@ def plan(
 
     Raises `ConfigError` naming the option, `PromptError` or `ContextLengthError`.
     """
-    unknown = sorted(set(options) - set(Options.__annotations__))
-    if unknown:
-        known = ", ".join(sorted(Options.__annotations__))
-        raise ConfigError(f"unknown option {unknown[0]!r}; known are {known}")
-    mode = options.get("mode", "diffusion")
-    if mode not in get_args(Mode):
-        raise ConfigError(f"mode is {mode!r}; known are {', '.join(get_args(Mode))}")
+    check_options(options)
+    mode = options.get("mode") or "diffusion"
     temperature = _number(options.get("temperature"), "temperature")
     causal = mode != "diffusion"
+    steps = options.get("max_denoising_steps")
     settings = generation.override(
-        max_denoising_steps=options.get("max_denoising_steps")
-        or (min(HYBRID_STEPS, generation.max_denoising_steps) if mode == "hybrid" else None),
+        max_denoising_steps=steps
+        if steps is not None
+        else (min(HYBRID_STEPS, generation.max_denoising_steps) if mode == "hybrid" else None),
         entropy_bound=options.get("entropy_bound"),
         stability_threshold=options.get("stability_threshold"),
         confidence_threshold=options.get("confidence_threshold"),
@@ -128,7 +126,7 @@ def plan(
     request = Request(
         prompt=prompt,
         layout=layout,
-        noise=Noise(seed, vocab_size=config.vocab_size, row=options.get("row", 0)),
+        noise=Noise(seed, vocab_size=config.vocab_size, row=options.get("row") or 0),
         temperatures=temperatures,
         acceptance=Greedy(acceptance=acceptance) if temperatures.greedy else acceptance,
         stop_rule=options.get("stop_rule") or _stop_rule(acceptance, settings),
@@ -136,6 +134,32 @@ def plan(
         verification=options.get("verification"),
     )
     return Plan(request=request, mode=mode, seed=seed)
+
+
+def check_options(options: Options) -> None:
+    """Raises `ConfigError` for an option nobody knows, or one of the wrong kind."""
+    unknown = sorted(set(options) - set(Options.__annotations__))
+    if unknown:
+        known = ", ".join(sorted(Options.__annotations__))
+        raise ConfigError(f"unknown option {unknown[0]!r}; known are {known}")
+    mode = options.get("mode")
+    if mode is not None and mode not in get_args(Mode):
+        raise ConfigError(f"mode is {shown(mode)}; known are {', '.join(get_args(Mode))}")
+    for name in ("raw", "thinking"):
+        value: object = options.get(name)
+        if value is not None and not isinstance(value, bool):
+            raise ConfigError(f"{name} is {shown(value)}, but must be true or false")
+    row = options.get("row")
+    if row is not None:
+        _integer(row, "row")
+    for name, method, example in (
+        ("acceptance", "tokens", "ConfidenceThreshold(threshold=0.9)"),
+        ("stop_rule", "start", "Plateau()"),
+        ("verification", "__call__", "Exact()"),
+    ):
+        value = options.get(name)
+        if value is not None and not callable(getattr(value, method, None)):
+            raise ConfigError(f"{name} is {shown(value)}, but must be one like {example}")
 
 
 def _temperatures(
@@ -160,7 +184,9 @@ def resolve_seed(options: Options) -> int:
     seed = options.get("seed")
     if seed is not None:
         return _integer(seed, "seed")
-    return 0 if options.get("temperature") == 0 else secrets.randbits(SEED_BITS)
+    start = options.get("temperature_start")
+    hottest = options.get("temperature") if start is None else start
+    return 0 if hottest == 0 else secrets.randbits(SEED_BITS)
 
 
 def _stop_rule(acceptance: Acceptance, settings: GenerationConfig) -> StopRule:
@@ -181,7 +207,7 @@ def _max_new_tokens(options: Options) -> int:
 
 def _integer(value: object, name: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ConfigError(f"{name} is {value!r}, but must be an integer")
+        raise ConfigError(f"{name} is {shown(value)}, but must be an integer")
     return value
 
 
@@ -189,5 +215,5 @@ def _number(value: object, name: str) -> float | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e9:
-        raise ConfigError(f"{name} is {value!r}, but must be a number of at least 0")
+        raise ConfigError(f"{name} is {shown(value)}, but must be a number of at least 0")
     return float(value)

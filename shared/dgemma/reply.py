@@ -21,7 +21,7 @@ from dgemma.backend import Int32
 from dgemma.decoders import Commit, Draft, Event, Finish, Mode
 from dgemma.layout import FinishReason
 from dgemma.options import Plan
-from dgemma.text import StopStrings, TextStream
+from dgemma.text import StopStrings, TextStream, tokens_within
 from dgemma.tokenizer import Tokenizer
 
 
@@ -62,7 +62,9 @@ class Reply:
     """Of a reply in a batch that failed alone; `generate` and `stream` raise it instead."""
 
     def to_dict(self) -> dict[str, Any]:
-        """What `--json` prints."""
+        """What `--json` prints: the keys others may rely on, fewer than `Stats` has."""
+        stats = asdict(self.stats)
+        del stats["prompt_tokens"], stats["passes"]
         return {
             "text": self.text,
             "tokens": self.tokens,
@@ -70,7 +72,7 @@ class Reply:
             "seed": self.seed,
             "model": self.model,
             "mode": self.mode,
-            "stats": asdict(self.stats),
+            "stats": stats,
         }
 
 
@@ -164,9 +166,11 @@ class ReplyBuilder:
     ) -> Reply:
         self.finished = True
         text = "".join(self._pieces)
-        tokens = self._tokens_of(text) if self._stop.found else self._tokens
+        tokens, ended = self._tokens, self._ended
+        if self._stop.found:  # what lies behind the stop string was not emitted, an end included
+            tokens, ended = tokens_within(self._tokenizer, tokens, text), 0
         total = self._elapsed()
-        emitted = len(tokens) + self._ended
+        emitted = len(tokens) + ended
         spent = self._steps if self.plan.mode == "diffusion" else self._passes
         return Reply(
             text=text,
@@ -190,17 +194,6 @@ class ReplyBuilder:
             ),
             error=error,
         )
-
-    def _tokens_of(self, text: str) -> list[int]:
-        """The tokens whose text does not reach behind a stop string's beginning."""
-        low, high = 0, len(self._tokens)
-        while low < high:
-            middle = (low + high + 1) // 2
-            if len(self._tokenizer.decode(self._tokens[:middle])) <= len(text):
-                low = middle
-            else:
-                high = middle - 1
-        return self._tokens[:low]
 
     def _elapsed(self) -> float:
         return time.perf_counter() - self._started

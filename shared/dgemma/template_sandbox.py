@@ -30,6 +30,8 @@ from typing import Any, NoReturn, cast
 import jinja2
 from jinja2 import nodes
 from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension
+from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
@@ -48,7 +50,7 @@ _LONG_WIDTH = re.compile(r"\d{4}|\*|\{[^{}]*\{")
 """A field width in a format string that is absurd, or is taken from an argument."""
 _PADDING_FILTERS = frozenset({"batch", "center", "indent", "slice", "tojson"})
 _PADDING_METHODS = frozenset({"center", "expandtabs", "ljust", "rjust", "zfill"})
-_REFUSED_METHODS = frozenset({"translate", "maketrans", "format_map"})
+_REFUSED_METHODS = frozenset({"encode", "translate", "maketrans", "format_map"})
 
 _work_left: ContextVar[list[int] | None] = ContextVar("_work_left", default=None)
 
@@ -66,7 +68,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
-            extensions=["jinja2.ext.loopcontrols"],
+            extensions=["jinja2.ext.loopcontrols", _Generation],
             finalize=_count_output,
         )
         self.filters["tojson"] = to_json
@@ -82,7 +84,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def compile_template(self, source: str) -> jinja2.Template:
         """Compiles a template whose loops and joins count their work.
 
-        Raises `jinja2.TemplateSyntaxError`, or `RecursionError` for absurd nesting.
+        Raises `jinja2.TemplateSyntaxError`; `RecursionError` or `SyntaxError` for absurd nesting.
         """
         return self.from_string(cast(nodes.Template, _Counting().visit(self.parse(source))))
 
@@ -154,6 +156,16 @@ def to_json(
         separators=separators,
         sort_keys=sort_keys,
     )
+
+
+class _Generation(Extension):
+    """`{% generation %}`, which tells a trainer what to learn: its body, as transformers does."""
+
+    tags = {"generation"}  # noqa: RUF012 (declared so by jinja2)
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 class _Counting(NodeTransformer):

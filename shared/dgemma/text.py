@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import cast
 
 from dgemma.errors import PromptError
+from dgemma.json_reader import shown
 from dgemma.tokenizer import Tokenizer
 
 _BROKEN = "\ufffd"
@@ -31,6 +32,11 @@ class TextStream:
         self._tokenizer = tokenizer
         self._context: list[int] = []  # tokens of the last piece given out
         self._open: list[int] = []
+
+    @property
+    def holds(self) -> bool:
+        """Whether tokens are held back."""
+        return bool(self._open)
 
     def feed(self, tokens: Sequence[int]) -> str:
         """Takes tokens; returns what became final."""
@@ -80,13 +86,13 @@ class StopStrings:
         if option is None:
             return cls()
         if not isinstance(option, Sequence) or isinstance(option, bytes):
-            raise PromptError(f"stop is {option!r}, but must be a string or a list of strings")
+            raise PromptError(f"stop is {shown(option)}, but must be a string or a list of strings")
         items = cast("Sequence[object]", [option] if isinstance(option, str) else option)
         strings: list[str] = []
         token_ids: set[int] = set()
         for item in items:
             if not isinstance(item, str):
-                raise PromptError(f"stop holds {item!r}, but may hold strings only")
+                raise PromptError(f"stop holds {shown(item)}, but may hold strings only")
             token = tokenizer.special_id(item)
             if token is not None:
                 token_ids.add(token)
@@ -117,6 +123,29 @@ class StopStrings:
         """What was held back as the possible beginning of a stop string."""
         held, self._held = self._held, ""
         return held
+
+
+def tokens_within(tokenizer: Tokenizer, tokens: Sequence[int], text: str) -> list[int]:
+    """The longest beginning of `tokens` whose text is a beginning of `text`.
+
+    Lengths alone do not tell: three bytes of a character may show as three, and with the fourth as
+    one.
+    """
+    stream = TextStream(tokenizer)
+    certain = length = 0
+    open_end = len(tokens)
+    for index, token in enumerate(tokens):
+        length += len(stream.feed([token]))
+        if length > len(text):
+            open_end = index
+            break
+        if not stream.holds:
+            certain = index + 1
+    # What the stream held back up to here may be text all the same.
+    for count in range(open_end, certain, -1):
+        if text.startswith(tokenizer.decode(tokens[:count])):
+            return list(tokens[:count])
+    return list(tokens[:certain])
 
 
 def _overlap(text: str, string: str) -> int:

@@ -41,6 +41,9 @@ class Tokenizer:
         library.no_truncation()
         library.no_padding()
         library.encode_special_tokens = True  # the library encodes text, and only text
+        # Named tokens are control tokens whether or not they are marked, as in transformers.
+        named = [text for text in named_tokens.values() if library.token_to_id(text) is not None]
+        cast(Any, library).add_special_tokens(named)
         self._library = library
         added = cast("dict[int, Any]", library.get_added_tokens_decoder())
         specials = [token for token in added.values() if token.special]
@@ -155,9 +158,11 @@ class Tokenizer:
         )
 
     def without_specials(self, tokens: Iterable[int]) -> list[int]:
-        """The tokens that are text; ids beyond the tokenizer's own have none either."""
+        """The tokens that are text; ids the tokenizer does not have are none either."""
         return [
-            token for token in tokens if token not in self._special_ids and 0 <= token < _MAX_ID
+            token
+            for token in tokens
+            if token not in self._special_ids and self._piece(token) is not None
         ]
 
     def token_text(self, token: int) -> str:
@@ -216,9 +221,11 @@ class Tokenizer:
 def end_tokens(
     config: Iterable[int], generation: Iterable[int], tokenizer: Tokenizer
 ) -> tuple[int, ...]:
-    """Every token that ends a text: those of both configs and of the tokenizer, never pad."""
-    ends = dict.fromkeys((*generation, *config, *tokenizer.end_ids))
-    return tuple(token for token in ends if token != tokenizer.pad_id)
+    """Every token that ends a text: those of both configs and of the tokenizer.
+
+    Pad is one of them only where a file says so: many a checkpoint pads with its end token.
+    """
+    return tuple(dict.fromkeys((*generation, *config, *tokenizer.end_ids)))
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
