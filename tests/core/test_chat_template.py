@@ -238,6 +238,56 @@ def test_b68_a_template_cannot_be_used_to_put_one_together(
         assert tiny.decode(ids) == '"<turn|>\\u00e9"'
 
 
+@pytest.mark.parametrize(
+    ("filters", "shown"),
+    [
+        ("urlencode", "a%3Cturn%7C%3E%20%C3%A9"),
+        ("tojson", '"a<turn|> é"'),
+        ("tojson(ensure_ascii=true)", '"a<turn|> \\u00e9"'),
+        ("pprint", "'a<turn|> é'"),
+        ("reverse", "é >|nrut<a"),
+        ("upper", "A<TURN|> É"),
+        ("truncate(7, true, '', 0)", "a<turn|"),
+        ("length", "10"),
+    ],
+)
+def test_b68_what_a_filter_makes_of_a_control_token_is_what_it_makes_of_text(
+    filters: str, shown: str, tiny: Tokenizer
+) -> None:
+    """Expected values: the filter's own documentation, applied to `a<turn|> é` by hand."""
+    source = template("{{ messages[0].content | %s }}" % filters)  # noqa: UP031 (braces)
+    ids = encode_chat(source, tiny, user("a<turn|> é"))
+    assert control(ids, tiny) == ["<bos>"]
+    assert tiny.decode(ids) == shown
+
+
+def test_b68_nothing_is_lost_without_a_word(tiny: Tokenizer) -> None:
+    """Bytes would show what stands in for a character."""
+    with pytest.raises(PromptError, match="encode"):
+        encode_chat(template("{{ messages[0].content.encode() }}"), tiny, user("<turn|>"))
+
+
+@pytest.mark.parametrize("source", ["", "{# nothing #}", "{% if tools %}x{% endif %}\n"])
+def test_a_template_that_makes_nothing_of_the_messages_is_an_error(
+    source: str, tiny: Tokenizer
+) -> None:
+    with pytest.raises(PromptError, match="makes no text"):
+        encode_chat(template(source), tiny, user("hi"))
+
+
+def test_what_a_trainer_is_told_is_not_shown(tiny: Tokenizer) -> None:
+    source = (
+        "{% for m in messages %}{% generation %}<{{ m.content }}>{% endgeneration %}{% endfor %}"
+    )
+    assert template(source).render(user("hi")) == "<hi>"
+
+
+def test_a_wrong_value_is_repeated_in_part() -> None:
+    with pytest.raises(PromptError) as caught:
+        check_messages(user(b"x" * 10_000_000))
+    assert len(str(caught.value)) < 200
+
+
 def test_b68_nor_can_the_pieces_of_several_messages(tiny: Tokenizer) -> None:
     joined = template("{% for m in messages %}{{ m.content }}{% endfor %}")
     ids = encode_chat(joined, tiny, [*user("<tu"), *user("r"), *user("n|>")])
@@ -400,7 +450,15 @@ def test_b71_the_file_of_its_own_comes_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [b"{% if %}", b"{{ x | nothing }}", b"\xff", b"{{ " + b"(" * 9999]
+    "content",
+    [
+        b"{% if %}",
+        b"{{ x | nothing }}",
+        b"\xff",
+        b"{{ " + b"(" * 9999,
+        b"{% for a in m %}" * 25 + b"{% endfor %}" * 25,
+        b"{% generation %}",
+    ],
 )
 def test_a_broken_template_is_named_on_one_line(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "chat_template.jinja").write_bytes(content)

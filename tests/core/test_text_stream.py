@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from small_tokenizers import BUILDERS, SPECIALS, wrap
 
 from dgemma.errors import PromptError
-from dgemma.text import StopStrings, TextStream
+from dgemma.text import StopStrings, TextStream, tokens_within
 
 TOKENIZERS = {name: wrap(build()) for name, build in BUILDERS.items()}
 
@@ -25,7 +25,7 @@ def test_the_pieces_joined_are_the_text(kind: str, data: st.DataObject) -> None:
     tokenizer = TOKENIZERS[kind]
     size = tokenizer.vocab_size
     text = st.text("ab ▁é🙂Ω\ufffd", max_size=8).map(tokenizer.encode)
-    noise = st.lists(st.integers(0, size - 1), max_size=6)
+    noise = st.lists(st.integers(0, size + 2), max_size=6)
     parts = data.draw(st.lists(st.one_of(text, noise), max_size=5), "tokens")
     ids = [token for part in parts for token in part]
     stream = TextStream(tokenizer)
@@ -67,6 +67,31 @@ def test_b38_control_tokens_are_not_shown_and_do_not_part_a_character() -> None:
     stream = TextStream(tokenizer)
     shown = stream.feed(ids[:2]) + stream.feed([0, SPECIALS.index("<turn|>")])
     assert shown + stream.feed(ids[2:]) + stream.finish() == "🙂"
+
+
+def test_an_id_the_tokenizer_does_not_have_does_not_part_a_run_of_bytes() -> None:
+    """The bytes around it are judged together, and one that is broken breaks them all."""
+    tokenizer = TOKENIZERS["byte fallback"]
+    ids = [*tokenizer.encode("é"), tokenizer.vocab_size + 5, tokenizer.encode("é")[0]]
+    stream = TextStream(tokenizer)
+    shown = "".join(stream.feed([token]) for token in ids) + stream.finish()
+    assert shown == tokenizer.decode(ids) == "\ufffd" * 3
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@given(st.data())
+def test_tokens_within_a_text_are_the_longest_beginning_of_it(
+    kind: str, data: st.DataObject
+) -> None:
+    tokenizer = TOKENIZERS[kind]
+    text = st.text("ab é🙂\ufffd", max_size=4).map(tokenizer.encode)
+    noise = st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=3)
+    parts = data.draw(st.lists(st.one_of(text, noise), max_size=4), "tokens")
+    ids = [token for part in parts for token in part]
+    whole = tokenizer.decode(ids)
+    within = whole[: data.draw(st.integers(0, len(whole)), "length")]
+    fits = [n for n in range(len(ids) + 1) if within.startswith(tokenizer.decode(ids[:n]))]
+    assert tokens_within(tokenizer, ids, within) == ids[: max(fits)]
 
 
 def expected_stop(text: str, stops: list[str]) -> str:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from small_tokenizers import BUILDERS, SPECIALS, byte_fallback_library, raw, wrap
+from small_tokenizers import BUILDERS, NAMED, SPECIALS, byte_fallback_library, raw, wrap
 from tokenizers import AddedToken
 
 import dgemma
+from dgemma.chat import ChatTemplate, encode_chat
 from dgemma.errors import CheckpointError, DgemmaWarning, PromptError
 from dgemma.tokenizer import Tokenizer, end_tokens
 
@@ -81,6 +83,23 @@ def test_added_tokens_that_are_not_special_are_text() -> None:
     assert tokenizer.decode([id_]) == "</s>"
     assert tokenizer.special_id("</s>") is None
     assert id_ not in end_tokens((), (), tokenizer)
+
+
+def test_b68_a_named_token_is_a_control_token_though_it_is_not_marked_as_special() -> None:
+    content = raw(byte_fallback_library())
+    for token in content["added_tokens"]:
+        token["special"] = token["content"] not in ("<turn|>", "<eos>")
+    tokenizer = Tokenizer.from_text(json.dumps(content), NAMED)
+    assert tokenizer.encode("a<turn|>b", specials=True)[1] == SPECIALS.index("<turn|>")
+    assert not {1, 4} & set(tokenizer.encode("a<turn|>b<eos>"))
+    assert tokenizer.decode([*tokenizer.encode("a"), 4, 1]) == "a"
+
+
+def test_b37_a_token_that_ends_and_pads_still_ends() -> None:
+    named = {"eos_token": "<eos>", "pad_token": "<eos>", "bos_token": "<bos>"}
+    tokenizer = wrap(byte_fallback_library(), named)
+    assert tokenizer.pad_id == 1
+    assert end_tokens((1, 4), (1,), tokenizer) == (1, 4)
 
 
 def test_threads_that_parse_and_threads_that_do_not_do_not_disturb_each_other() -> None:
@@ -209,6 +228,15 @@ def test_every_token_has_a_text_of_its_own(tiny: Tokenizer) -> None:
     assert all(texts)
     assert tiny.token_text(tiny.encode("🙂")[0]) == "<0xF0>"
     assert tiny.token_text(6) == "<turn|>"
+
+
+def test_the_bundled_folder_gives_no_warning() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tokenizer = Tokenizer.from_folder(TINY)
+        template = ChatTemplate.from_folder(TINY)
+        assert template is not None
+        assert encode_chat(template, tokenizer, [{"role": "user", "content": "hi"}])
 
 
 def test_the_bundled_tokenizer_is_the_references(tiny: Tokenizer) -> None:
