@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import ParamSpec, TypeVar
 
 import mlx.core as mx
@@ -22,7 +23,7 @@ from dgemma.errors import BackendError, ConfigError
 from mlx_dgemma import experts
 from mlx_dgemma.cache import MlxPrefix
 from mlx_dgemma.choices import choices, has_gpu
-from mlx_dgemma.model import MlxModel, Row, SavedWork
+from mlx_dgemma.model import MlxModel, Row
 from mlx_dgemma.statistics import DEFAULT_TILE_BYTES, Head
 from mlx_dgemma.weights import load_weights
 from mlx_dgemma.worker import Worker
@@ -84,10 +85,8 @@ class MlxBackend(Backend):
             raise
         return cls(worker, model, head, prefill_chunk)
 
-    @property
-    def saved(self) -> SavedWork:
-        """What was left out so far because nothing depends on it."""
-        return self._model.saved
+    def left_out(self) -> dict[str, int]:
+        return asdict(self._model.saved)
 
     def describe(self) -> dict[str, str]:
         """Device, dtype and chosen implementations, with the reasons."""

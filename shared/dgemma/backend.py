@@ -24,7 +24,7 @@ Not here: what the operations compute (`reference.py`), who calls them (`schedul
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -159,6 +159,14 @@ class Backend(ABC):
         Called after non-finite statistics, before the error is raised; may be slow.
         """
         return ""
+
+    def left_out(self) -> Mapping[str, int]:
+        """Rows (tokens) of work not done since loading because nothing depends on it, by kind.
+
+        Kinds: `last_layer_rows` (an encoded token nobody reads needs keys and values only),
+        `head_rows`, `signal_rows` (an exact zero conditioning), `soft_embedding_rows`.
+        """
+        return {}
 
     def peak_memory_bytes(self) -> int | None:
         """Highest memory in use since the last `reset_peak_memory`; None where unknown."""

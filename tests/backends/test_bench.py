@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import DiffusionGemmaForBlockDiffusion
 
-from dgemma.bench import compare, measure
+from dgemma.bench import compare, counts, measure
 from dgemma.bench.random_checkpoint import SHAPES, bfloat16_bits, write_random_checkpoint
 from dgemma.checkpoint import open_checkpoint
 from dgemma.cli import main
@@ -99,3 +99,23 @@ def test_a_comparison_alternates_and_takes_ratios_pair_by_pair(tmp_path, monkeyp
 def test_a_side_that_fails_is_one_line(tmp_path):
     with pytest.raises(BackendError, match=r"dgemma failed: .*no-such-folder"):
         compare.compare(tmp_path / "no-such-folder", pairs=1)
+
+
+def test_operations_are_counted_as_transformers_network_multiplies(folder):
+    """Every weight matrix a token meets once costs two operations a weight."""
+    config = open_checkpoint(folder).config
+    model = DiffusionGemmaForBlockDiffusion.from_pretrained(folder)
+    for index, layer in enumerate(config.layers):
+        weights = 0
+        for parameter in model.model.decoder.layers[index].parameters():
+            if parameter.ndim == 2:
+                weights += parameter.numel()
+            elif parameter.ndim == 3:  # a stack of experts, of which a token meets top_k
+                weights += parameter[0].numel() * config.top_k_experts
+        assert counts.layer_flops(config, layer) == 2 * weights
+    signal = model.model.decoder.self_conditioning
+    per_row = sum(2 * p.numel() for p in signal.parameters() if p.ndim == 2)
+    assert counts.left_out_flops(config, {"signal_rows": 3}) == {"signal_rows": 3 * per_row}
+    whole = sum(counts.layer_flops(config, layer) for layer in config.layers) + per_row
+    whole += 2 * 2 * model.lm_head.weight.numel()
+    assert counts.step_flops(config) == whole * config.canvas_length

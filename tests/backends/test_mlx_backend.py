@@ -91,10 +91,11 @@ def test_work_that_nothing_depends_on_is_left_out_and_counted() -> None:
     prefix = backend.new_prefix()
     read = np.array([3, 20], np.int32)
     backend.extend([Extend(prefix=prefix, tokens=both.tokens(rng, 21), read=read)])
-    assert backend.saved.last_layer_rows == backend.saved.head_rows == 19
+    assert backend.left_out()["last_layer_rows"] == backend.left_out()["head_rows"] == 19
     (found,) = backend.denoise([step(prefix, both.tokens(rng), want_conditioning=False)])
     assert found.conditioning is None
-    assert backend.saved.signal_rows == backend.saved.soft_embedding_rows == CANVAS
+    assert backend.left_out()["signal_rows"] == CANVAS
+    assert backend.left_out()["soft_embedding_rows"] == CANVAS
 
 
 def test_calls_from_many_threads_give_what_one_thread_gives() -> None:

@@ -12,6 +12,7 @@ from typing import Any, Unpack
 
 from dgemma.bench import machine, measure
 from dgemma.bench.compare import METRICS, Comparison
+from dgemma.bench.counts import left_out_flops, step_flops
 from dgemma.bench.measure import Figure
 from dgemma.model import Model
 from dgemma.options import Options
@@ -44,8 +45,11 @@ def run_backend(
     figures += [measure.steps(backend, prompt_tokens, count, repeats, seed) for count in rows]
     peak = backend.peak_memory_bytes()
     figures += [measure.host(count, 200) for count in (1, 32)]
+    left_out = left_out_flops(backend.config, backend.left_out())
     return {
         "figures": [figure.to_dict() for figure in figures],
+        "step_flops": step_flops(backend.config),
+        "left_out_flops": left_out,
         "peak_memory_bytes": peak,
         "resident_bytes": machine.peak_resident_bytes(),
     }

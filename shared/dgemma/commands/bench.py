@@ -97,6 +97,8 @@ def _measure(args: argparse.Namespace, prompts: tuple[str, ...]) -> list[str]:
                 seed=args.seed,
             )
             lines.append(report.table(record["replies"]["figures"]))
+        for kind, flops in record["left_out_flops"].items():
+            lines.append(f"left out, {kind.replace('_', ' ')}: {flops / 1e9:.2f} GFLOP")
         for name in ("peak_memory_bytes", "resident_bytes"):
             if record[name] is not None:
                 lines.append(f"{name.removesuffix('_bytes')}: {record[name] / 1e6:.1f} MB")
