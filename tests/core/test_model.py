@@ -271,6 +271,14 @@ def test_a_stop_string_ends_the_work_and_is_not_shown() -> None:
     assert reply.finish_reason == "stop"
     assert TOKENIZER.decode(reply.tokens) in ("one two ", "one two")
     assert reply.stats.canvases < 64 // CANVAS
+    assert model.fake.denoises == reply.stats.steps
+
+
+def test_a_stop_string_ends_the_work_for_one_of_a_batch_alone() -> None:
+    model = Scripted().say("a", [*words("12."), *words("9" * 60)]).say("b", words("34" * 30))
+    a, b = model.generate_batch(["a", "b"], stop=".", max_new_tokens=48)
+    assert (a.text, len(b.tokens)) == ("12", 48)
+    assert model.fake.denoises == a.stats.steps + b.stats.steps
 
 
 def test_an_end_token_behind_a_stop_string_was_not_emitted() -> None:
