@@ -1,6 +1,6 @@
 """Small checkpoint folders for tests, written without the code under test.
 
-Names and shapes are spelled out here once more, from facts.md section 3, and bytes are random.
+Names and shapes are spelled out here once more, as the release has them, and bytes are random.
 """
 
 from __future__ import annotations

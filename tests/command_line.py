@@ -27,6 +27,8 @@ Command = Callable[..., Outcome]
 def python(script: str, *argv: str) -> subprocess.Popen[bytes]:
     """A fresh interpreter that runs `script` with this process's import path."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    # Where tests run in the background of a shell, interrupts are ignored, and that is inherited.
+    script = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n" + script
     return subprocess.Popen(
         [sys.executable, "-c", script, *argv],
         bufsize=0,

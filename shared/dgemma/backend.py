@@ -16,7 +16,9 @@ Shapes, here and in every comment of the project:
     R positions read       V vocabulary         D hidden             k of top-k
     H query heads          K key/value heads    d head dimension     E experts
 
-Words: facts.md's and design.md's. Entropies and log-probabilities are in nats.
+Words: a canvas is what is being denoised, a step one pass over it (counted 0 upward), a prefix what
+is already encoded, a candidate a draw, a draft the argmax; shaped logits are logits / temperature.
+Entropies and log-probabilities are in nats.
 
 Not here: what the operations compute (`reference.py`), who calls them (`scheduler.py`).
 """

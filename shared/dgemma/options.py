@@ -2,7 +2,8 @@
 
 Defaults come from the checkpoint's generation_config; `None` means "not given" everywhere.
 
-Not here: the command line's flags (`cli.py`), the numbers' meaning (`sampler.py`, `schedule.py`).
+Not here: the command line's flags (`commands/flags.py`), what the numbers mean (`sampler.py`,
+`schedule.py`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """NumPy reference of every fused operation: slow, obvious, the oracle of the backends' kernels.
 
-Arrays are float32 unless said otherwise; a backend that computes in bfloat16 is compared with these
-on the same inputs, to the bounds of design.md.
+Arrays are float32 unless said otherwise. A backend's results may differ by an RMS of 1e-5 of the
+reference's in float32; integers are equal away from ties.
 
 Not here: anything a backend imports in a hot path.
 """

@@ -30,13 +30,15 @@ class Stats:
     """What a reply cost. Times are in seconds from the call, memory in bytes."""
 
     prompt_tokens: int
+    emitted_tokens: int
+    """Content and, where one was met, the end token: what the rates count."""
     canvases: int
     steps: int
     """Denoising steps."""
     passes: int
     """All forward passes; the prompt's counts only where it yields a token."""
     tokens_per_forward: float
-    """Emitted tokens, the end token included, a step (diffusion) or a pass (the other modes)."""
+    """Emitted tokens a step (diffusion, as the reference counts) or a pass (the other modes)."""
     first_draft_s: float | None
     first_text_s: float | None
     total_s: float
@@ -64,7 +66,7 @@ class Reply:
     def to_dict(self) -> dict[str, Any]:
         """What `--json` prints: the keys others may rely on, fewer than `Stats` has."""
         stats = asdict(self.stats)
-        del stats["prompt_tokens"], stats["passes"]
+        del stats["prompt_tokens"], stats["emitted_tokens"], stats["passes"]
         return {
             "text": self.text,
             "tokens": self.tokens,
@@ -118,6 +120,7 @@ class ReplyBuilder:
         self._pieces: list[str] = []
         self._tokens: list[int] = []
         self._ended = 0
+        self._pads = 0  # at the end of what was committed so far
         self._canvases = self._steps = self._passes = 0
 
     def feed(self, event: Event) -> Iterator[StreamEvent]:
@@ -127,27 +130,49 @@ class ReplyBuilder:
                 self._first_draft_s = self._elapsed()
             yield DraftText(text=self._draft_text(event.tokens), draft=event)
         elif isinstance(event, Commit):
-            self._count(event)
-            yield from self._emit(self._stop.feed(self._stream.feed(event.tokens.tolist())))
+            tokens = self._count(event)
+            yield from self._emit(self._stop.feed(self._stream.feed(tokens)))
             if self._stop.found:
                 yield self._finish("stop")
+            elif self._padded_out:
+                yield from self._last("stop")
         else:
             assert isinstance(event, Finish)
-            yield from self._emit(self._stop.feed(self._stream.finish()))
-            yield from self._emit(self._stop.finish())
-            yield self._finish("stop" if self._stop.found else event.reason)
+            yield from self._last(event.reason)
+
+    def _last(self, reason: FinishReason) -> Iterator[StreamEvent]:
+        """What was held back, and the reply."""
+        yield from self._emit(self._stop.feed(self._stream.finish()))
+        yield from self._emit(self._stop.finish())
+        yield self._finish("stop" if self._stop.found else reason)
 
     def fail(self, error: Exception) -> Reply:
         """The reply of a request that failed within a batch: what there is, and why no more."""
         return self._finish("error", error)
 
-    def _count(self, commit: Commit) -> None:
-        # Pads are neither text nor an end; a model that writes them has written nothing.
-        self._tokens += [t for t in commit.tokens.tolist() if t != self._tokenizer.pad_id]
-        self._ended += commit.end_token is not None
+    def _count(self, commit: Commit) -> list[int]:
+        """Counts what was committed, and returns its tokens as far as the text goes.
+
+        Pads are no text, and no end token either; but a model that writes a canvas's worth of them
+        in a row has nothing left to say, where the reference would go on to `max_new_tokens`.
+        """
         self._canvases += commit.steps > 0
         self._steps += commit.steps
         self._passes += commit.passes
+        tokens = commit.tokens.tolist()
+        for index, token in enumerate(tokens):
+            self._pads = self._pads + 1 if token == self._tokenizer.pad_id else 0
+            if self._padded_out:
+                tokens = tokens[:index]
+                break
+        else:
+            self._ended += commit.end_token is not None
+        self._tokens += [token for token in tokens if token != self._tokenizer.pad_id]
+        return tokens
+
+    @property
+    def _padded_out(self) -> bool:
+        return self._pads >= self.plan.request.layout.canvas_length
 
     def _emit(self, text: str) -> Iterator[Text]:
         if text:
@@ -182,6 +207,7 @@ class ReplyBuilder:
             model=self._model,
             stats=Stats(
                 prompt_tokens=len(self.plan.request.prompt),
+                emitted_tokens=emitted,
                 canvases=self._canvases,
                 steps=self._steps,
                 passes=self._passes,

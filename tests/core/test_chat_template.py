@@ -18,7 +18,7 @@ from dgemma.tokenizer import Tokenizer
 
 TINY = Path(dgemma.__file__).parent / "tiny"
 
-# What facts.md, section 9, says of Gemma's prompts, in as few lines as it takes.
+# What is known of Gemma 4's prompts, in as few lines as it takes.
 GEMMA = """
 {%- macro answer(text) -%}
     {%- set ns = namespace(rest='') -%}

@@ -35,7 +35,7 @@ def failure(**changes):
 
 
 def release(per_layer):
-    """The release's configuration, facts.md section 2, in one of its two spellings."""
+    """The release's configuration, in one of the two spellings in use."""
     text = {
         "model_type": "diffusion_gemma_text",
         "vocab_size": 262144,

@@ -119,7 +119,7 @@ def test_bits_of_each_class_include_scales(tmp_path, rng):
 
 
 def test_memory_of_the_release_is_what_was_derived_for_it():
-    """facts.md section 7: 20,480 bytes a token in full layers; 204,800 (210 MB over the window) in
+    """The release: 20,480 bytes a token in full layers; 204,800 (210 MB over the window) in
     sliding ones, where a canvas to rewind over and half as much again as room are kept as well."""
     config = ModelConfig.from_dict(release(per_layer=True))
     need = doctor.memory_need(SimpleNamespace(config=config, weight_bytes=51_647_562_456))

@@ -136,6 +136,10 @@ def expected(tokens: list[int], limit: int, stops: list[str]) -> tuple[str, str]
         if token in (EOS, TURN_END):
             content, reason = content[:index], "stop"
             break
+    for index in range(CANVAS, len(content) + 1):
+        if content[index - CANVAS : index] == [PAD] * CANVAS:  # nothing left to say
+            content, reason = content[:index], "stop"
+            break
     text = TOKENIZER.decode(content)
     for size in range(1, len(text) + 1):
         ends = [len(stop) for stop in stops if text[:size].endswith(stop)]
@@ -246,10 +250,13 @@ def test_b38_pads_are_neither_text_nor_counted_nor_an_end() -> None:
     assert PAD not in model.end_tokens
 
 
-def test_nothing_but_pads_is_an_empty_reply_of_full_length() -> None:
-    reply = Scripted().say("?", []).generate("?", max_new_tokens=2 * CANVAS)
-    assert (reply.text, reply.tokens, reply.finish_reason) == ("", [], "length")
-    assert reply.stats.tokens_per_forward == 0
+def test_a_canvas_of_nothing_but_pads_ends_the_reply() -> None:
+    """A model with nothing left to say does not burn the whole token budget."""
+    reply = Scripted().say("?", []).generate("?", max_new_tokens=5 * CANVAS)
+    assert (reply.text, reply.tokens, reply.finish_reason) == ("", [], "stop")
+    assert reply.stats.canvases == 1
+    short = Scripted().say("?", []).generate("?", max_new_tokens=CANVAS - 1)
+    assert short.finish_reason == "length"
 
 
 def test_b70_control_tokens_are_in_the_raw_text_alone() -> None:

@@ -103,10 +103,15 @@ class Conversation:
         word, _, argument = line.partition(" ")
         if word == "/reset" and not argument:
             self._messages.clear()
+            say("note: the conversation begins anew")
         elif word == "/seed" and not argument:
             self._options["seed"] = None
+            say("note: every reply draws its own seed")
         elif word == "/seed" and argument.strip().lstrip("+-").isdecimal():
             self._options["seed"] = int(argument)
+            say(f"note: every reply has the seed {int(argument)}")
+        elif line == "/help":
+            say(f"note: commands: {_COMMANDS}")
         else:
             say(f"note: no such command: {line}; there are {_COMMANDS}")
 

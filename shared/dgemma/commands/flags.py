@@ -41,6 +41,17 @@ _PLAIN_OPTIONS = (
     "stop",
 )
 """Options that are spelled and passed as their flags are."""
+_DENOISING_FLAGS = (
+    "--max-denoising-steps",
+    "--temperature-start",
+    "--temperature-end",
+    "--sampler",
+    "--entropy-bound",
+    "--confidence",
+    "--stop-rule",
+    "--stability-threshold",
+    "--confidence-threshold",
+)
 _LOAD_SETTINGS = ("model", "revision", "dtype", "prefill_chunk", "logits_tile_bytes")
 
 
@@ -127,6 +138,15 @@ def add_decoding_flags(parser: argparse.ArgumentParser) -> None:
 
 def check_flags(args: argparse.Namespace) -> None:
     """Raises `UsageError` for flags that do nothing without another."""
+    if args.mode == "autoregressive":
+        for flag in _DENOISING_FLAGS:
+            if getattr(args, flag.removeprefix("--").replace("-", "_")) is not None:
+                raise UsageError(f"{flag} does nothing with --mode autoregressive")
+    if args.stability_threshold is not None and args.stop_rule not in (
+        None,
+        "stable-and-confident",
+    ):
+        raise UsageError("--stability-threshold belongs to --stop-rule stable-and-confident")
     if args.confidence is not None and args.sampler != "confidence-threshold":
         raise UsageError("--confidence needs --sampler confidence-threshold")
     if args.entropy_bound is not None and args.sampler == "confidence-threshold":

@@ -138,9 +138,11 @@ def report(reply: Reply, *, quiet: bool) -> None:
     if quiet:
         return
     stats = reply.stats
+    steps = f"{_count(stats.steps, 'step')}, {_count(stats.canvases, 'canvas', 'canvases')}"
+    passes = _count(stats.passes, "pass", "passes")
+    work = {"diffusion": steps, "autoregressive": passes, "hybrid": f"{steps}, {passes}"}
     say(
-        f"{_count(len(reply.tokens), 'token')}, {_count(stats.steps, 'step')}, "
-        f"{_count(stats.canvases, 'canvas', 'canvases')}, {stats.total_s:.1f} s, "
+        f"{_count(stats.emitted_tokens, 'token')}, {work[reply.mode]}, {stats.total_s:.1f} s, "
         f"{stats.tokens_per_second:.1f} tok/s, {stats.tokens_per_forward:.1f} tokens a forward, "
         f"{reply.mode}, seed {reply.seed}, finish_reason {reply.finish_reason}"
     )

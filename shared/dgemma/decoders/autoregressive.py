@@ -4,7 +4,8 @@
 
 The token is the argmax, or with a temperature the candidate at this output position's uniform.
 
-Not here: diffusion. Scores of the two ways of decoding are in facts.md, section 6.
+Not here: diffusion. Of the released weights, the technical report (arXiv:2608.00146) gives e.g.
+84.2 on AIME 2026 to this way of decoding and 69.1 to diffusion.
 """
 
 from __future__ import annotations

@@ -60,11 +60,13 @@ def denoise(
 ) -> Generator[Work | Event, Statistics | None, tuple[Statistics, int]]:
     """Refines one canvas; returns the last step's statistics and how many steps it took.
 
-    With `head`, position 0 holds that token throughout (the hybrid decoder knows it already).
+    With `head`, position 0 holds that token throughout (the hybrid decoder knows it already) and is
+    left out of the drafts.
     """
     noise, length = request.noise, len(canvas)
     stop = request.stop_rule.start()
     conditioning = None
+    shown = slice(0 if head is None else 1, None)
     step = 0
     while True:
         temperature = temperatures(step)
@@ -84,9 +86,9 @@ def denoise(
             block=block,
             step=step,
             steps=temperatures.steps,
-            tokens=statistics.argmax,
-            entropy=statistics.entropy,
-            accepted=accepted,
+            tokens=statistics.argmax[shown],
+            entropy=statistics.entropy[shown],
+            accepted=accepted[shown],
             temperature=temperature,
         )
         if stop(statistics, accepted) or last:

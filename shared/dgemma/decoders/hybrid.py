@@ -70,7 +70,7 @@ def hybrid(request: Request, prefix: Prefix) -> Decoding:
     yield Commit(block=0, tokens=cut.tokens, end_token=cut.end_token, steps=0, passes=1)
     emitted = len(cut.tokens)
     rest = fresh[1:]
-    for block in count():
+    for block in count(1):
         if cut.finish_reason:
             yield Finish(reason=cut.finish_reason)
             return
@@ -104,7 +104,7 @@ def hybrid(request: Request, prefix: Prefix) -> Decoding:
         cut = layout.cut(fresh, emitted)
         emitted += len(cut.tokens)
         yield Commit(
-            block=block + 1,
+            block=block,
             tokens=cut.tokens,
             end_token=cut.end_token,
             steps=steps,
