@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping
+from numbers import Integral, Real
 from typing import Any, cast
 
 from dgemma.errors import ConfigError, DgemmaWarning
@@ -79,14 +80,14 @@ def to_integer(value: Any, name: str) -> int:
     """An integer, or a float that is one; raises `ConfigError` otherwise."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
-    if isinstance(value, int) and not isinstance(value, bool) and abs(value) <= _LARGEST:
-        return value
+    if not isinstance(value, bool) and isinstance(value, Integral) and abs(int(value)) <= _LARGEST:
+        return int(value)
     raise ConfigError(f"{name} is {shown(value)}, but must be an integer")
 
 
 def to_number(value: Any, name: str) -> float:
     """A finite number as a float; raises `ConfigError` otherwise."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
+    if not isinstance(value, bool) and isinstance(value, Real):
         try:
             number = float(value)
         except OverflowError:
@@ -124,5 +125,5 @@ def warn_unknown(keys: list[str], where: str) -> None:
 
 def shown(value: object) -> str:
     """A wrong value as a message repeats it: on one line, and cut where it is long."""
-    text = repr(value)
+    text = " ".join(repr(value).split())
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
+from numbers import Integral
 from typing import Any, Unpack, cast
 
 import numpy as np
@@ -20,7 +21,7 @@ from dgemma.chat import ChatTemplate, encode_chat
 from dgemma.checkpoint import Checkpoint
 from dgemma.config import GenerationConfig
 from dgemma.decoders import decoder
-from dgemma.errors import PromptError
+from dgemma.errors import DgemmaError, PromptError
 from dgemma.json_reader import shown
 from dgemma.options import Options, Plan, check_options, plan, resolve_seed
 from dgemma.reply import Reply, ReplyBuilder, StreamEvent
@@ -104,11 +105,15 @@ class Model:
         """Writes one reply to each prompt, all sharing their forward passes, in the prompts' order.
 
         Every reply gets the seed, and is what `generate` would have given it alone. One that fails
-        has `finish_reason` "error" and its `error` set; the others go on.
+        has `finish_reason` "error" and its `error` set; the others go on. A prompt that cannot be
+        used is refused, with its number, before anything runs.
         """
         check_options(options)
         options["seed"] = resolve_seed(options)
-        plans = [self._plan(prompt, options) for prompt in prompts]
+        plans = [
+            self._numbered_plan(number, prompt, options)
+            for number, prompt in enumerate(_checked_list(prompts, "prompts", "a list of prompts"))
+        ]
         replies: list[Reply | None] = [None] * len(plans)
         for index, event in self._run(plans, options):
             if isinstance(event, Reply):
@@ -132,22 +137,30 @@ class Model:
             if raw:
                 return self.tokenizer.encode_prompt(prompt)
             prompt = [{"role": "user", "content": prompt}]
-        _check_list(prompt)
-        if not len(prompt):
+        items = _checked_list(
+            prompt, "the prompt", "text, a list of messages, or a list of token ids"
+        )
+        if not items:
             raise PromptError("the prompt is empty")
-        if all(isinstance(item, (int, np.integer)) for item in prompt):
-            return [int(token) for token in cast(Sequence[int], prompt)]
+        if all(not isinstance(item, bool) and isinstance(item, Integral) for item in items):
+            return [int(token) for token in cast(Sequence[int], items)]
         if self.template is None:
             raise PromptError(
                 f"{self.name or 'this model'} has no chat template; "
                 "pass raw=True (--raw) to use the prompt as it is"
             )
-        messages = cast(Sequence[Message], prompt)
+        messages = cast(Sequence[Message], items)
         return encode_chat(self.template, self.tokenizer, messages, thinking=thinking)
 
     def close(self) -> None:
         """Frees the backend; the model must not be used afterwards."""
         self.backend.close()
+
+    def _numbered_plan(self, number: int, prompt: Prompt, options: Options) -> Plan:
+        try:
+            return self._plan(prompt, options)
+        except DgemmaError as error:
+            raise type(error)(f"prompts[{number}]: {error}") from error
 
     def _plan(self, prompt: Prompt, options: Options) -> Plan:
         check_options(options)
@@ -204,9 +217,9 @@ class Model:
                     scheduler.cancel(ticket)
 
 
-def _check_list(prompt: Any) -> None:
-    if not isinstance(prompt, (Sequence, np.ndarray)) or isinstance(prompt, bytes):
-        raise PromptError(
-            f"the prompt is {shown(cast(object, prompt))}, "
-            "but must be text, a list of messages, or token ids"
-        )
+def _checked_list(value: Any, what: str, kinds: str) -> Sequence[Any]:
+    """The items of a list; bytes and mappings have items too, but of another kind."""
+    items = cast("object", value.tolist() if isinstance(value, np.ndarray) else value)
+    if not isinstance(items, Sequence) or isinstance(items, (str, bytes, bytearray, memoryview)):
+        raise PromptError(f"{what} is {shown(cast('object', items))}, but must be {kinds}")
+    return cast("Sequence[Any]", items)

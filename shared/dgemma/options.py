@@ -11,13 +11,16 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypedDict, get_args
+from numbers import Integral
+from typing import TypedDict, cast, get_args
+
+import numpy as np
 
 from dgemma.backend import Int32
 from dgemma.config import GenerationConfig, ModelConfig
 from dgemma.decoders import Mode, Request, Verification
 from dgemma.errors import ConfigError
-from dgemma.json_reader import shown
+from dgemma.json_reader import shown, to_number
 from dgemma.layout import BlockLayout
 from dgemma.noise import Noise
 from dgemma.sampler import (
@@ -42,6 +45,7 @@ sudoku4 3.64 3.40 3.40 3.40, json 3.16 3.45 3.26 3.23, infill 1.80 1.62 1.57 1.5
 1.00 0.93, math 0.90 0.76 0.74 0.74 (2026-12-01). The released model, untried, takes about 12 steps.
 """
 
+_LARGEST_NUMBER = 1e9
 SEED_BITS = 48
 """Of a drawn seed: few enough to survive JSON readers that keep numbers as doubles."""
 
@@ -127,7 +131,7 @@ def plan(
     request = Request(
         prompt=prompt,
         layout=layout,
-        noise=Noise(seed, vocab_size=config.vocab_size, row=options.get("row") or 0),
+        noise=Noise(seed, vocab_size=config.vocab_size, row=_row(options)),
         temperatures=temperatures,
         acceptance=Greedy(acceptance=acceptance) if temperatures.greedy else acceptance,
         stop_rule=options.get("stop_rule") or _stop_rule(acceptance, settings),
@@ -143,23 +147,24 @@ def check_options(options: Options) -> None:
     if unknown:
         known = ", ".join(sorted(Options.__annotations__))
         raise ConfigError(f"unknown option {unknown[0]!r}; known are {known}")
-    mode = options.get("mode")
-    if mode is not None and mode not in get_args(Mode):
+    mode = cast("object", options.get("mode"))
+    # An array is compared with each mode element by element.
+    if mode is not None and not (isinstance(mode, str) and mode in get_args(Mode)):
         raise ConfigError(f"mode is {shown(mode)}; known are {', '.join(get_args(Mode))}")
     for name in ("raw", "thinking"):
         value: object = options.get(name)
-        if value is not None and not isinstance(value, bool):
+        if value is not None and not isinstance(value, (bool, np.bool_)):
             raise ConfigError(f"{name} is {shown(value)}, but must be true or false")
-    row = options.get("row")
-    if row is not None:
-        _integer(row, "row")
-    for name, method, example in (
-        ("acceptance", "tokens", "ConfidenceThreshold(threshold=0.9)"),
-        ("stop_rule", "start", "Plateau()"),
-        ("verification", "__call__", "Exact()"),
+    _row(options)
+    for name, methods, example in (
+        ("acceptance", ("__call__", "tokens"), "ConfidenceThreshold(threshold=0.9)"),
+        ("stop_rule", ("start",), "Plateau()"),
+        ("verification", ("__call__",), "Exact()"),
     ):
         value = options.get(name)
-        if value is not None and not callable(getattr(value, method, None)):
+        # `Exact` instead of `Exact()` has the methods too, and would fail in the middle of a reply.
+        right = all(callable(getattr(value, method, None)) for method in methods)
+        if value is not None and (isinstance(value, type) or not right):
             raise ConfigError(f"{name} is {shown(value)}, but must be one like {example}")
 
 
@@ -206,15 +211,22 @@ def _max_new_tokens(options: Options) -> int:
     return _integer(value, "max_new_tokens")
 
 
+def _row(options: Options) -> int:
+    row = options.get("row")
+    return 0 if row is None else _integer(row, "row")
+
+
 def _integer(value: object, name: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
+    """NumPy's integers are integers too; bools are not."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
         raise ConfigError(f"{name} is {shown(value)}, but must be an integer")
-    return value
+    return int(value)
 
 
 def _number(value: object, name: str) -> float | None:
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e9:
+    number = to_number(value, name)
+    if not 0 <= number < _LARGEST_NUMBER:
         raise ConfigError(f"{name} is {shown(value)}, but must be a number of at least 0")
-    return float(value)
+    return number

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ from dgemma.decoders.hybrid import Exact
 from dgemma.errors import ConfigError, ContextLengthError, DgemmaError, NonFiniteError, PromptError
 from dgemma.model import Model
 from dgemma.reply import DraftText, Reply, Text
-from dgemma.sampler import Plateau
+from dgemma.sampler import ConfidenceThreshold, Plateau
 from dgemma.testing import FakeBackend, certain, tiny_config
 from dgemma.tokenizer import Tokenizer
 
@@ -426,6 +426,29 @@ def test_none_means_not_given() -> None:
     assert (reply.text, reply.mode) == ("ab", "diffusion")
 
 
+def test_numpys_numbers_are_numbers() -> None:
+    """A seed out of a NumPy generator is the usual way to draw several."""
+    model = restless()
+    for plain, numpys in (
+        ({"seed": 2**63 + 1}, {"seed": np.uint64(2**63 + 1)}),
+        ({"seed": -2, "row": 3}, {"seed": np.int32(-2), "row": np.int16(3)}),
+        ({"seed": 1, "max_new_tokens": 3}, {"seed": 1, "max_new_tokens": np.int64(3)}),
+        (
+            {"seed": 1, "temperature": 0.5, "entropy_bound": 0.25, "max_denoising_steps": 2},
+            {
+                "seed": 1,
+                "temperature": np.float32(0.5),
+                "entropy_bound": np.float16(0.25),
+                "max_denoising_steps": np.uint8(2),
+                "raw": np.False_,
+            },
+        ),
+    ):
+        wanted, found = (model.generate("?", **cast(Any, given)) for given in (plain, numpys))
+        assert wanted.tokens == found.tokens
+        assert json.dumps(wanted.to_dict()["seed"]) == json.dumps(found.to_dict()["seed"])
+
+
 def test_strategies_may_be_given() -> None:
     model = Scripted().say("?", [*words("ab"), EOS])
     assert model.generate("?", stop_rule=Plateau()).text == "ab"
@@ -447,6 +470,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"row": "7"}, "row is '7'"),
     ({"mode": "fast"}, "mode is 'fast'"),
     ({"mode": ["diffusion"]}, "mode is"),
+    ({"mode": np.array(["diffusion", "hybrid"])}, "mode is"),
+    ({"seed": np.zeros((9, 9))}, "seed is array"),
     ({"temperature": -0.1}, "temperature is -0.1"),
     ({"temperature": math.nan}, "temperature is nan"),
     ({"temperature": math.inf}, "temperature is inf"),
@@ -465,6 +490,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"acceptance": 0.5}, "acceptance is 0.5"),
     ({"stop_rule": "plateau"}, "stop_rule is 'plateau'"),
     ({"verification": "exact"}, "verification is 'exact'"),
+    ({"verification": Exact}, "verification is <class"),
+    ({"stop_rule": Plateau}, "stop_rule is <class"),
+    ({"acceptance": ConfidenceThreshold}, "acceptance is <class"),
+    ({"acceptance": TOKENIZER}, "acceptance is"),
 ]
 
 
@@ -485,7 +514,8 @@ def test_a_wrong_option_is_an_error_at_the_call_and_costs_nothing(options: Any, 
     "prompt",
     ["", " \n", [], np.array([], dtype=np.int32), None, 5, b"hi", {"role": "user", "content": "x"},
      {}, iter([1]), [{"role": "user"}], ["hi"], [None], [1.5], [[1, 2]], "\ud83d",
-     [{"role": "robot", "content": "x"}], "x" * 10 + "\udc00"],
+     [{"role": "robot", "content": "x"}], "x" * 10 + "\udc00", bytearray(b"hi"), [True],
+     np.array(3), np.array([[3, 4]]), np.array([3.0]), {3, 4}],
     ids=lambda prompt: repr(prompt).partition(" object at")[0],
 )  # fmt: skip
 def test_a_wrong_prompt_is_one_line_at_the_call(prompt: Any) -> None:
@@ -573,6 +603,22 @@ def test_one_that_fails_in_a_batch_fails_alone() -> None:
     assert isinstance(bad.error, NonFiniteError)
     assert "12345678".startswith(bad.text)
     assert json.loads(json.dumps(bad.to_dict()))["finish_reason"] == "error"
+
+
+@pytest.mark.parametrize("prompts", ["a question", b"ab", None, 5, {"a": 1}, iter(["a"])], ids=repr)
+def test_what_is_no_list_of_prompts_is_not_taken_apart(prompts: Any) -> None:
+    model = Scripted()
+    with pytest.raises(PromptError, match=r"prompts is .*a list of prompts"):
+        model.generate_batch(prompts)
+    assert model.fake.batches == []
+
+
+def test_a_wrong_prompt_of_a_batch_is_named_by_its_number() -> None:
+    model = Scripted(context=4 * CANVAS)
+    for wrong, error in (("", PromptError), ([9999], ConfigError), ([5] * 99, ContextLengthError)):
+        with pytest.raises(error, match=r"^prompts\[1\]: "):
+            model.generate_batch(["fine", wrong, "fine"])
+    assert model.fake.batches == []
 
 
 def test_an_empty_batch_is_no_replies() -> None:
