@@ -1,4 +1,4 @@
-"""Settings all tests share."""
+"""Settings all tests share. `B` numbers in tests are listed in FIELD_REPORTS.md."""
 
 from hypothesis import HealthCheck, settings
 

@@ -322,3 +322,15 @@ def test_a_failing_row_leaves_the_others_alone():
                 last[ticket] = event
     assert isinstance(last[tickets[1]], Failed)
     assert last[tickets[0]] == last[tickets[2]] == Finish(reason="stop")
+
+
+@pytest.mark.parametrize("limit", [8, 2048])
+def test_the_length_asked_for_changes_no_pass_and_the_prompt_has_no_logits(limit):
+    """B56: work items depend on prompt and canvas alone, however long the reply may become."""
+    backend = scripted([9] * 7 + [END])
+    items = []
+    plain = backend.extend
+    backend.extend = lambda rows: items.extend(rows) or plain(rows)
+    run(backend, max_new_tokens=limit)
+    assert [(len(item.tokens), len(item.read)) for item in items] == [(3, 0)]
+    assert backend.batches == [("extend", 1), ("denoise", 1), ("denoise", 1)]
