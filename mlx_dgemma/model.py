@@ -125,7 +125,7 @@ class MlxModel:
             for entry, pair in zip(entries, own, strict=True):
                 entry.append(pair)
             if observe is not None and output is not None:
-                observe(_layer_name(index, layer), output)
+                observe(self.layer_name(index), output)
         if output is not None:
             output = rms_norm(output, self.weights.final_norm, self.config.rms_norm_eps)
         # Evaluated before the prefix is written: a pending read of its buffers would force a copy.
@@ -150,8 +150,12 @@ class MlxModel:
             assert output is not None
             hidden = output
             if observe is not None:
-                observe(_layer_name(index, layer), hidden)
+                observe(self.layer_name(index), hidden)
         return rms_norm(hidden, self.weights.final_norm, self.config.rms_norm_eps)
+
+    def layer_name(self, index: int) -> str:
+        """What messages call a layer."""
+        return f"layer {index} ({self.config.layers[index].kind})"
 
     def soft_embedding(self, mixed: mx.array) -> mx.array:
         """Rounds `softmax @ E` [N, D] and scales it as the reference does."""
@@ -330,7 +334,3 @@ def _read_positions(rows: Sequence[Row], spans: list[tuple[int, int]]) -> list[i
         offsets = range(stop - start) if row.read is None else row.read.tolist()
         positions.extend(start + offset for offset in offsets)
     return positions
-
-
-def _layer_name(index: int, layer: LayerWeights) -> str:
-    return f"layer {index} ({layer.config.kind})"

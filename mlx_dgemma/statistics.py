@@ -123,8 +123,12 @@ class Head:
 
     def logits(self, hidden: mx.array) -> mx.array:
         """Softcapped float32 logits [R, V], all at once: for comparisons, not for decoding."""
-        parts = [self._capped(hidden, start, stop) for start, stop in self.pieces]
+        parts = [self._capped(self._raw(hidden, start, stop)) for start, stop in self.pieces]
         return mx.concatenate(parts).T
+
+    def raw_logits(self, hidden: mx.array) -> mx.array:
+        """Float32 logits [R, V] before the softcap, which hides infinity; for diagnosis."""
+        return mx.concatenate([self._raw(hidden, start, stop) for start, stop in self.pieces]).T
 
     def statistics(
         self, hidden: mx.array, works: Sequence[Work], counts: Sequence[int]
@@ -142,19 +146,26 @@ class Head:
         ]
         return _distribute(tiles, works, counts, wanted)
 
-    def _capped(self, hidden: mx.array, start: int, stop: int) -> mx.array:
-        """Softcapped logits of a range of the vocabulary: float32 [stop - start, R]."""
-        raw = self.model.weights.embedding.apply_piece(hidden, start, stop).astype(mx.float32)
+    def _raw(self, hidden: mx.array, start: int, stop: int) -> mx.array:
+        """Logits of a range of the vocabulary before the softcap: float32 [stop - start, R]."""
+        return self.model.weights.embedding.apply_piece(hidden, start, stop).astype(mx.float32)
+
+    def _capped(self, raw: mx.array) -> mx.array:
         return self.cap * mx.tanh(raw / self.cap)
 
     def _tile(self, hidden: mx.array, wanted: _Wanted) -> _Tile:
         temperatures = mx.array(wanted.temperatures)
         shaped: list[mx.array] = []
         peaks: list[mx.array] = []
+        # The softcap makes 30 of infinity, which looks like any logit. It comes from a hidden state
+        # or from the embedding; the latter shows in every row, so that one of them is enough.
+        finite = mx.all(mx.isfinite(hidden), axis=-1)
         for span in self.pieces:
-            shaped.append(self._capped(hidden, *span) / temperatures)
+            raw = self._raw(hidden, *span)
+            finite = finite & mx.all(mx.isfinite(raw[:, 0]))
+            shaped.append(self._capped(raw) / temperatures)
             peaks.append(_per_tile(shaped[-1], mx.max))
-            begin(shaped[-1], peaks[-1])
+            begin(shaped[-1], peaks[-1], finite)
         maxima = mx.concatenate(peaks)  # [T, R]
         highest = mx.max(maxima, axis=0)
         masses: list[mx.array] = []
@@ -171,8 +182,9 @@ class Head:
         sums = (maxima, mx.concatenate(masses), mx.concatenate(weighted))
         target = self._at(shaped, wanted.targets)
         embedding = soft.result()
-        run(*sums, target, *shaped, embedding)
+        run(*sums, target, finite, *shaped, embedding)
         maximum, total, product = (_float32(array).T for array in sums)
+        product[~np.array(finite)] = np.nan
         return self._finish(
             shaped, _PerTile(maximum, total, product), _float32(target), wanted, embedding
         )

@@ -125,7 +125,7 @@ class Statistics:
 
     argmax: Int32  # [R]
     candidate: Int32  # [R], the inverse CDF at the uniform that was handed over
-    entropy: Float32  # [R], nats
+    entropy: Float32  # [R], nats; NaN where a logit, before its softcap, is not finite
     argmax_logprob: Float32  # [R]
     candidate_logprob: Float32  # [R]
     target_logprob: Float32 | None = None  # [R]

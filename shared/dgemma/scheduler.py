@@ -151,7 +151,7 @@ class Scheduler:
 def check_finite(backend: Backend, work: Work, statistics: Statistics) -> None:
     """Raises `NonFiniteError`, naming the work and the place, at the first NaN or infinity.
 
-    Entropy alone is looked at: it is finite only if every logit of the row is a number.
+    Entropy alone is looked at: it is finite only if every logit of the row is.
     """
     # The sum is finite if all are (entropies are at most log V), and one pass costs half of two.
     if math.isfinite(np.add.reduce(statistics.entropy)):

@@ -155,11 +155,13 @@ def test_impossible_work_is_refused_before_anything_changes() -> None:
     assert both.backend.denoise([]) == []
 
 
-def planted(source: MemoryCheckpoint, name: str, index: tuple[int, ...]) -> MlxBackend:
-    """A backend whose weights hold one NaN."""
+def planted(
+    source: MemoryCheckpoint, name: str, index: tuple[int, ...], value: float
+) -> MlxBackend:
+    """A backend whose weights hold one wrong value."""
     dtype, array = source.arrays[name]
     broken = array.copy()
-    broken[index] = np.nan
+    broken[index] = value
     return MlxBackend.from_checkpoint(
         MemoryCheckpoint(source.config, {**source.arrays, name: (dtype, broken)})
     )
@@ -176,11 +178,15 @@ def planted(source: MemoryCheckpoint, name: str, index: tuple[int, ...]) -> MlxB
     ],
 )
 @pytest.mark.parametrize("kind", ["extend", "denoise"])
-def test_diagnosis_names_where_nan_appears_first(
-    name: str, index: tuple[int, ...], wanted: str, kind: str
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_diagnosis_names_where_nan_or_infinity_appears_first(
+    name: str, index: tuple[int, ...], wanted: str, kind: str, value: float
 ) -> None:
-    """B29: statistics are not finite, and the diagnosis says where."""
-    backend = planted(memory_checkpoint(Oracle.build(54)), name, index)
+    """B29: statistics are not finite, and the diagnosis says where.
+
+    The softcap turns infinite logits into finite ones: they must be noticed before it.
+    """
+    backend = planted(memory_checkpoint(Oracle.build(54)), name, index, value)
     tokens = np.array([3, 17, 4, 17, 9], np.int32)
     prefix = backend.new_prefix()
     work: Extend | Denoise = read_all(prefix, tokens) if kind == "extend" else step(prefix, tokens)
@@ -190,6 +196,21 @@ def test_diagnosis_names_where_nan_appears_first(
     length = prefix.length
     assert backend.diagnose(work) == wanted
     assert prefix.length == length
+
+
+@pytest.mark.parametrize("kind", ["extend", "denoise"])
+def test_diagnosis_names_what_was_encoded_before_as_such(kind: str) -> None:
+    """B29: a prompt's NaN shows at the first step; the step's own layers are not to blame."""
+    name = "model.encoder.language_model.layers.1.layer_scalar"
+    backend = planted(memory_checkpoint(Oracle.build(54)), name, (0,), np.nan)
+    tokens = np.array([3, 17, 4, 17, 9], np.int32)
+    prefix = backend.new_prefix()
+    backend.extend([Extend(prefix=prefix, tokens=tokens, read=NOBODY)])
+    work: Extend | Denoise = read_all(prefix, tokens) if kind == "extend" else step(prefix, tokens)
+    found = backend.extend([work])[0] if isinstance(work, Extend) else backend.denoise([work])[0]
+    assert found is not None
+    assert not np.isfinite(found.entropy).any()
+    assert backend.diagnose(work) == "the prefix's layer 2 (full_attention)"
 
 
 def test_diagnosis_of_sound_work_is_silent() -> None:
