@@ -109,7 +109,7 @@ def test_prefill_in_pieces_equals_the_reference(piece: int) -> None:
     assert relative_error(found, both.oracle.denoise(canvas, cache)) <= FLOAT32
 
 
-@pytest.mark.parametrize("chunk", [1, 8, WINDOW + 1])
+@pytest.mark.parametrize("chunk", [1, 7, 8, WINDOW + 1])
 def test_chunked_prefill_equals_the_reference(chunk: int) -> None:
     """B53, its text part: one Extend, cut inside."""
     both = pair(6, chunk=chunk)
