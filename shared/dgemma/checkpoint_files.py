@@ -88,8 +88,11 @@ def find_weights(folder: Path) -> WeightFiles:
 
     Missing files are reported in the result, since other files may hold what is needed.
     """
-    present = sorted(path for path in folder.glob("*.safetensors") if path.is_file())
+    found_paths = sorted(folder.glob("*.safetensors"))
+    present = [path for path in found_paths if path.is_file()]
     names = [path.name for path in present]
+    # The Hub's cache is made of links, which outlive what they point to.
+    broken = tuple(path.name for path in found_paths if not path.exists())
     index = folder / INDEX
     if index.is_file():
         weight_map = _read_index(index)
@@ -111,7 +114,8 @@ def find_weights(folder: Path) -> WeightFiles:
     if SINGLE in names:
         return open_weights([folder / SINGLE])
     found = open_weights(present)
-    return WeightFiles(files=found.files, tensors=found.tensors, missing=_numbering_gaps(names))
+    gaps = tuple(name for name in _numbering_gaps(names) if name not in broken)
+    return WeightFiles(files=found.files, tensors=found.tensors, missing=broken + gaps)
 
 
 def open_weights(paths: list[Path]) -> WeightFiles:

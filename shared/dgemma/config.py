@@ -33,6 +33,10 @@ __all__ = [
 ]
 
 MODEL_TYPE = "diffusion_gemma"
+_MOST_POSITIONS = 2**31 - 1
+"""Positions are int32 everywhere; a window or context meant as "no limit" may not exceed them."""
+_LARGEST_SETTING = 1e9
+"""Of temperatures and the entropy bound, which are computed with in float32."""
 # Keys other tools write and the forward pass does not need; anything else unknown is warned about.
 _IGNORED_KEYS = frozenset(
     """_name_or_path architectures attention_dropout attention_k_eq_v auto_map bad_words_ids
@@ -93,7 +97,13 @@ class ModelConfig:
         ):
             require(getattr(self, name) > 0, name, getattr(self, name), "a positive integer")
         for name, right, fix in (
-            ("sliding_window", self.sliding_window >= 2, "at least 2"),
+            ("sliding_window", 2 <= self.sliding_window <= _MOST_POSITIONS, "2 to 2**31 - 1"),
+            (
+                "max_position_embeddings",
+                self.max_position_embeddings <= _MOST_POSITIONS,
+                "at most 2**31 - 1",
+            ),
+            ("canvas_length", self.canvas_length <= _MOST_POSITIONS, "at most 2**31 - 1"),
             ("rms_norm_eps", self.rms_norm_eps > 0, "above 0"),
             ("final_logit_softcapping", self.final_logit_softcapping > 0, "above 0"),
             (
@@ -202,7 +212,13 @@ class GenerationConfig:
             ("max_denoising_steps", self.max_denoising_steps >= 1, "at least 1"),
             ("t_min", self.t_min >= 0, "at least 0"),
             ("t_max", self.t_max >= self.t_min, f"at least t_min ({self.t_min})"),
+            ("t_max", self.t_max <= _LARGEST_SETTING, f"at most {_LARGEST_SETTING:g}"),
             ("entropy_bound", self.entropy_bound > 0, "above 0 (nats)"),
+            (
+                "entropy_bound",
+                self.entropy_bound <= _LARGEST_SETTING,
+                f"at most {_LARGEST_SETTING:g}",
+            ),
             ("stability_threshold", self.stability_threshold >= 0, "at least 0 (steps)"),
             ("confidence_threshold", self.confidence_threshold > 0, "above 0 (nats)"),
         ):

@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any, cast
 
 from dgemma import hub, machine, tensors
+from dgemma.chat import ChatTemplate
 from dgemma.checkpoint import Checkpoint, bundled_checkpoint, open_checkpoint
 from dgemma.config import ModelConfig
 from dgemma.errors import DgemmaError
+from dgemma.tokenizer import Tokenizer
 
 LOGITS_TILE_BYTES = 64 << 20
 """Default bound on float32 logits alive at once; see the backends' `logits_tile_bytes`."""
@@ -45,6 +47,7 @@ def report(model: str | Path | None = None, *, revision: str | None = None) -> d
         result["fits"] = {"error": "not known without a checkpoint"}
     else:
         result["checkpoint"] = _guarded(lambda: describe_checkpoint(checkpoint))
+        result["checkpoint"]["text"] = _text_files(checkpoint.folder)
         result["checkpoint"]["warnings"] = [str(item.message) for item in caught]
         result["need"] = _guarded(lambda: memory_need(checkpoint))
         result["fits"] = _guarded(lambda: _fits(result))
@@ -74,6 +77,16 @@ def describe_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
         "base_model": checkpoint.source,
         "fetched": None if came_from is None else _fetched(came_from),
     }
+
+
+def _text_files(folder: Path) -> str:
+    """What turns text into tokens here, or why nothing does: the weights alone write no reply."""
+    try:
+        size = Tokenizer.from_folder(folder).vocab_size
+        template = ChatTemplate.from_folder(folder)
+    except Exception as error:
+        return f"not usable: {_line(error)}"
+    return f"{size:,} tokens, {'no' if template is None else 'a'} chat template"
 
 
 def tensor_classes(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
@@ -234,6 +247,7 @@ def _render_checkpoint(lines: list[str], part: Mapping[str, Any]) -> None:
         f"({part['full_layers']} full), canvas {part['canvas_length']}, "
         f"vocabulary {part['vocabulary']:,}, context {part['context']:,}",
     )
+    _row(lines, "text", part["text"])
     _row(lines, "licence", part["licence"] or "not stated")
     _row(lines, "made from", part["base_model"] or "not stated")
     fetched = part["fetched"]

@@ -441,6 +441,24 @@ def test_a_missing_shard_is_named_without_an_index_too(tmp_path, tensors):
     assert "model-00003-of-00003.safetensors" in failure(folder)
 
 
+@pytest.mark.parametrize(
+    ("shards", "lost"), [(0, "model.safetensors"), (2, "model-00001-of-00002.safetensors")]
+)
+@pytest.mark.parametrize("index", [True, False])
+def test_a_link_to_nothing_is_a_missing_file(tmp_path, tensors, shards, lost, index):
+    """B09: the Hub's cache is made of links, and its blobs can be deleted apart from them."""
+    folder = write_folder(tmp_path, tensors, shards=shards)
+    if not index:
+        (folder / "model.safetensors.index.json").unlink(missing_ok=True)
+    (folder / lost).rename(tmp_path / "blob")
+    (folder / lost).symlink_to(tmp_path / "blob")
+    open_checkpoint(folder, strict=True)
+    (tmp_path / "blob").unlink()
+    message = failure(folder)
+    assert f"lacks 1 weight file(s): {lost}" in message
+    assert "incomplete" in message
+
+
 def test_a_missing_shard_of_single_experts_is_named(tmp_path, tensors):
     """B09: every packed name still has some piece left, and yet the folder is incomplete."""
     for index in range(len(LAYERS)):

@@ -354,6 +354,8 @@ def test_experts_are_required(key):
         ({"tie_word_embeddings": False}, "tie_word_embeddings"),
         ({"use_bidirectional_attention": "all"}, "all"),
         ({"sliding_window": 1}, "sliding_window"),
+        ({"sliding_window": 2**31}, "sliding_window"),
+        ({"max_position_embeddings": 10**12}, "max_position_embeddings"),
     ],
 )
 def test_a_network_we_cannot_run_is_named(text, said):
@@ -485,6 +487,8 @@ def test_integers_and_a_constant_temperature_are_allowed():
         ({"t_min": 0.9}, "t_max"),
         ({"t_min": -0.1}, "t_min"),
         ({"t_max": math.nan}, "t_max"),
+        ({"t_max": 1e300}, "t_max"),
+        ({"sampler_config": {"entropy_bound": 1e39}}, "entropy_bound"),
         ({"confidence_threshold": 0}, "confidence_threshold"),
         ({"stability_threshold": -1}, "stability_threshold"),
         ({"sampler_config": {"entropy_bound": 0}}, "entropy_bound"),

@@ -3,6 +3,7 @@
 import ast
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -155,6 +156,29 @@ def test_warnings_of_the_checkpoint_are_shown(tmp_path, rng):
     assert "junk.weight" in doctor.render(data)
     with pytest.warns(DgemmaWarning):
         open_checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("tokenizer.json", None, "has no tokenizer.json"),
+        ("tokenizer.json", "{", "tokenizer.json is no tokenizer"),
+        ("tokenizer_config.json", "[", "tokenizer_config.json"),
+        ("chat_template.jinja", "{% for %}", "no valid chat template"),
+        ("chat_template.jinja", None, "1,024 tokens, no chat template"),
+        ("README.md", None, "1,024 tokens, a chat template"),
+    ],
+)
+def test_text_files_that_cannot_be_used_are_told(tmp_path, name, content, said):
+    """Sound weights write no reply without a tokenizer."""
+    folder = Path(shutil.copytree(bundled_checkpoint(), tmp_path / "model"))
+    (folder / name).unlink()
+    if content is not None:
+        (folder / name).write_text(content)
+    data = doctor.report(folder)
+    assert said in data["checkpoint"]["text"]
+    assert "\n" not in data["checkpoint"]["text"]
+    assert said in doctor.render(data)
 
 
 @pytest.mark.parametrize("model", ["./nowhere", "nobody/nothing", "nonsense"])
