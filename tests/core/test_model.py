@@ -497,7 +497,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("options", "named"), WRONG, ids=[str(options) for options, _ in WRONG])
+@pytest.mark.parametrize(("options", "named"), WRONG, ids=[named for _, named in WRONG])
 def test_a_wrong_option_is_an_error_at_the_call_and_costs_nothing(options: Any, named: str) -> None:
     model = Scripted().say("?", [EOS])
     for call in (model.generate, model.stream):
@@ -605,7 +605,11 @@ def test_one_that_fails_in_a_batch_fails_alone() -> None:
     assert json.loads(json.dumps(bad.to_dict()))["finish_reason"] == "error"
 
 
-@pytest.mark.parametrize("prompts", ["a question", b"ab", None, 5, {"a": 1}, iter(["a"])], ids=repr)
+@pytest.mark.parametrize(
+    "prompts",
+    ["a question", b"ab", None, 5, {"a": 1}, iter(["a"])],
+    ids=lambda prompts: repr(prompts).partition(" object at")[0],
+)
 def test_what_is_no_list_of_prompts_is_not_taken_apart(prompts: Any) -> None:
     model = Scripted()
     with pytest.raises(PromptError, match=r"prompts is .*a list of prompts"):
